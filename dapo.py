@@ -1,0 +1,105 @@
+"""Decoupled Clip and Dynamic sAmpling Policy Optimization (DAPO): arXiv 2503.14476, Eqs. 8 to 13.
+
+    python dapo.py                      # the built-in game and model, no network, a few minutes on a laptop
+    from dapo import dapo_loss, keep_group, fill_batch, overlong_penalty    # needs torch alone
+
+Four changes to GRPO; the advantage is GRPO's (Eq. 9):
+
+    clip-higher        clip(r, 1 - eps_low, 1 + eps_high), 0.2 and 0.28: rare tokens can grow        (Eq. 10)
+    dynamic sampling   only groups with 0 < #correct < G; sample until the batch is full             (Eq. 11)
+    token-level loss   every token of the batch weighs the same                                      (Eq. 12)
+    soft overlong      a penalty that grows from 0 to -1 over the last L_cache tokens                (Eq. 13)
+
+There is no KL term.
+
+What differs from the paper:
+1. The token mean is over the whole batch, as in TRL and verl; Eq. 8 normalises each group by itself.
+2. Dynamic sampling stops after `max_rounds` rounds and then trains on what it has, saying so in one line;
+   the paper samples without end.
+3. A group passes if its rewards are not all equal: for rewards of 0 and 1 this is 0 < #correct < G, and it goes on
+   making sense for graded rewards. A broken episode (reward NaN) counts on neither side.
+4. The overlong length counts the policy's own tokens over the whole episode, not observations or prompts. The
+   penalty is added after dynamic sampling has judged the reward itself, and is off unless `--overlong-max` is set.
+"""
+import torch
+
+
+def overlong_penalty(lengths_N, max_length, cache):
+    """Eq. 13: 0 up to max_length - cache, then linear to -1 at max_length, -1 beyond. [N] own tokens -> [N]."""
+    if not 0 < cache <= max_length:
+        raise ValueError(f"the cache must lie in 1..max_length, got {cache} of {max_length}")
+    lengths_N = torch.as_tensor(lengths_N, dtype=torch.float32)
+    return ((max_length - cache - lengths_N) / cache).clamp(-1.0, 0.0)
+
+
+def keep_group(rewards_G) -> bool:
+    """Eq. 11's condition: not all alike (0 < #correct < G for rewards of 0 and 1), over the episodes with a reward."""
+    rewards_G = torch.as_tensor(rewards_G, dtype=torch.float32)
+    return len(rewards_G[~rewards_G.isnan()].unique()) > 1
+
+
+def fill_batch(sample, num_groups, max_rounds):
+    """Dynamic sampling: call `sample(n)` -> n fresh groups (lists of episodes with `.reward`) until `num_groups` pass.
+
+    Each round asks for as many as are missing. At the cap the batch stays short, or even empty, and a line says so.
+    """
+    kept, sampled = [], 0
+    for _ in range(max_rounds):
+        groups = sample(num_groups - len(kept))
+        sampled += len(groups)
+        kept += [group for group in groups if keep_group([episode.reward for episode in group])]
+        if len(kept) >= num_groups:
+            return kept
+    print(f"dynamic sampling: cap of {max_rounds} rounds hit with {len(kept)} of {num_groups} groups "
+          f"({sampled} sampled)", flush=True)
+    return kept
+
+
+def dapo_loss(logp_BT, old_logp_BT, advantages_B, mask_BT, *, num_tokens, eps_low=0.2, eps_high=0.28):
+    """Eq. 8, negated: this micro-batch's share. The shares of all micro-batches add up to the loss of the batch.
+
+    logp_BT, old_logp_BT: log-probs of the tokens [B, T]; mask_BT: 1 where the policy sampled the token;
+    advantages_B: one per row; num_tokens: sampled tokens of the whole batch, sum_i |o_i|.
+    """
+    mask_BT = mask_BT.bool()
+    log_ratio_BT = torch.where(mask_BT, logp_BT - old_logp_BT, 0.0)  # before exp: NaN * 0 is NaN
+    ratio_BT = log_ratio_BT.exp()
+    A_B1 = advantages_B[:, None]
+    objective_BT = torch.min(ratio_BT * A_B1, ratio_BT.clamp(1 - eps_low, 1 + eps_high) * A_B1)  # Eq. 10
+    return -torch.where(mask_BT, objective_BT, 0.0).sum() / max(num_tokens, 1)  # Eq. 12
+
+
+def main(argv=None):
+    from dataclasses import dataclass, field
+
+    from grpo import group_advantages
+    from train import Config, parse, train
+
+    @dataclass
+    class DAPOConfig(Config):
+        eps_low: float = field(default=0.2, metadata={"help": "clip range below 1"})
+        eps_high: float = field(default=0.28, metadata={"help": "clip range above 1"})
+        max_rounds: int = field(default=10, metadata={"help": "dynamic sampling: rounds of sampling per step at most"})
+        overlong_max: int = field(default=0, metadata={"help": "own tokens of an episode at which the soft overlong "
+                                                               "penalty reaches -1 (0: no penalty)"})
+        overlong_cache: int = field(default=0, metadata={"help": "tokens over which it grows (0: a fifth of the maximum)"})
+
+    config = parse(DAPOConfig, argv, description="Train with DAPO (arXiv 2503.14476).")
+
+    def loss(batch):
+        return dapo_loss(batch.logp_BT, batch.old_logp_BT, batch.advantages_B, batch.mask_BT,
+                         num_tokens=batch.num_tokens, eps_low=config.eps_low, eps_high=config.eps_high)
+
+    def shaped(rewards_N, lengths_N):
+        if not config.overlong_max:
+            return rewards_N
+        cache = config.overlong_cache or max(config.overlong_max // 5, 1)
+        return rewards_N + overlong_penalty(lengths_N, config.overlong_max, cache)
+
+    train(config, "dapo", loss, group_advantages, clip=(config.eps_low, config.eps_high),
+          collect=lambda sample, num_groups: fill_batch(sample, num_groups, config.max_rounds), shape_rewards=shaped)
+
+
+if __name__ == "__main__":
+    from train import cli
+    cli(main)

@@ -1,0 +1,133 @@
+"""The environment: text in, text out, in Gymnasium's five-tuple.
+
+An environment gives facts and a reward; it never decides whether a hint is shown (that is `enrich.py`'s),
+and nothing outside its file knows the benchmark. To add one, write `envs/<name>.py` with one subclass of
+`Env`, or keep it in your own module and pass `--env your_module:YourEnv`.
+"""
+import ast
+import importlib
+import inspect
+import re
+
+
+class BadInput(ValueError):
+    """What the caller asked for cannot be done; the message is one line that says what to do instead."""
+
+
+class Env:
+    """One episode at a time. Keyword arguments of `__init__` are the options of `--env-options key=value ...`."""
+
+    system_prompt: str = ""
+    max_turns: int = 30  # the usual limit of this benchmark; the caller counts the turns
+
+    @classmethod
+    def tasks(cls, split: str, **options) -> list[str]:
+        """Task ids `name/variation` of "train", "valid" or "test": disjoint, always in the same order."""
+        raise NotImplementedError
+
+    def reset(self, *, task: str, seed: int) -> tuple[str, dict]:
+        """Start `task`; the same task and seed give the same episode. Returns (observation, info)."""
+        raise NotImplementedError
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict]:
+        """Act with the policy's raw text of this turn. Returns (observation, reward, terminated, truncated, info).
+
+        `info` holds `success: bool`, `valid: bool` and, where the benchmark has them, `admissible: list[str]`;
+        a benchmark with a graded score adds `score: float`. The return of an episode is the sum of its rewards.
+        """
+        raise NotImplementedError
+
+    def action_guidance(self) -> str | None:
+        """A procedural hint that fits now ("take the iron key"), or None."""
+        return None
+
+    def observation_enrichment(self) -> str | None:
+        """State that the standard observation hides and that fits now, or None."""
+        return None
+
+    def phrase(self, actions: list[str]) -> str:
+        """How this environment words a hint that names actions; warm starts teach a tiny model to follow it."""
+        return "Hint: " + ", then ".join(actions) + "."
+
+    def gold_action(self) -> str | None:
+        """The next action of a known solution, or None: for `--warm-start gold` and for tests."""
+        return None
+
+    def admissible_actions(self) -> list[str] | None:
+        """Every command that is valid now, where `info["admissible"]` would be too slow to build each turn."""
+        return None
+
+    def close(self):
+        pass
+
+
+def env_class(name: str) -> type[Env]:
+    """The `Env` subclass of `envs/<name>.py`, or of `module:Class`."""
+    module_name, _, class_name = name.partition(":")
+    if not class_name:
+        module_name = f"envs.{name}"
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name not in (module_name, module_name.split(".")[0]):
+            raise BadInput(f"environment {name!r} needs the package {error.name!r}: pip install {error.name}") from error
+        raise BadInput(f"unknown environment {name!r}: use a file name in envs/, or your_module:YourEnv") from error
+    found = [cls for key, cls in inspect.getmembers(module, inspect.isclass) if issubclass(cls, Env)
+             and cls is not Env and (key == class_name if class_name else cls.__module__ == module_name)]
+    if len(found) != 1:
+        raise BadInput(f"environment {name!r}: {module_name} must hold exactly one such Env subclass, found {len(found)}")
+    return found[0]
+
+
+def parse_options(pairs: list[str]) -> dict:
+    """["stages=4", "tasks=a,b"] -> {"stages": 4, "tasks": "a,b"}: literals where they parse, else text."""
+    options = {}
+    for pair in pairs:
+        key, equals, value = pair.partition("=")
+        if not equals or not key.isidentifier():
+            raise BadInput(f"environment option {pair!r} is not of the form key=value")
+        try:
+            options[key] = ast.literal_eval(value)
+        except (ValueError, SyntaxError):
+            options[key] = value
+    return options
+
+
+def checked(cls: type[Env], options: dict | None) -> dict:
+    """The options, if the environment's `__init__` has them all."""
+    known = [p for p in inspect.signature(cls.__init__).parameters if p not in ("self", "args", "kwargs")]
+    unknown = [key for key in options or {} if key not in known]
+    if unknown:
+        raise BadInput(f"environment {cls.__name__} has no option {', '.join(unknown)}; it has: {', '.join(known) or 'none'}")
+    return options or {}
+
+
+def make_env(name: str, options: dict | None = None) -> Env:
+    """One instance; an option the environment does not have is named in one line."""
+    cls = env_class(name)
+    return cls(**checked(cls, options))
+
+
+def select_tasks(name: str, split: str, only: list[str] | None = None, options: dict | None = None) -> list[str]:
+    """The tasks of a split; `only` keeps those whose id, or whose part before "/", is listed."""
+    cls = env_class(name)
+    parameters = inspect.signature(cls.tasks).parameters
+    passed = {key: value for key, value in checked(cls, options).items()
+              if key in parameters or any(p.kind == p.VAR_KEYWORD for p in parameters.values())}
+    all_tasks = cls.tasks(split, **passed)
+    names = {task.split("/")[0] for task in all_tasks}
+    missing = [item for item in only or [] if item not in names and item not in all_tasks]
+    if missing:
+        raise BadInput(f"unknown task {', '.join(missing)} in {name} {split}; there are: {', '.join(sorted(names))}")
+    return [task for task in all_tasks if not only or task in only or task.split("/")[0] in only]
+
+
+def parse_action(text: str) -> str:
+    """The command in a policy's text: after any thinking, the last <action>...</action>, else the first line
+    that is not empty, without a leading "Action:" or ">". Nothing else is mended."""
+    text = text.rpartition("</think>")[2]
+    tagged = re.findall(r"<action>(.*?)</action>", text, re.DOTALL)
+    if tagged:
+        text = tagged[-1]
+    line = next((line.strip() for line in text.splitlines() if line.strip()), "")
+    return re.sub(r"^(action\s*:|>)\s*", "", line, flags=re.IGNORECASE).strip()

@@ -1,0 +1,141 @@
+"""Success on a fixed list of tasks of the standard environment: never enriched, the same tasks each time.
+
+    python evaluate.py runs/keydoor__grpo__none__0                 # a finished run: its base model beside its adapter
+    python evaluate.py --model DIR --env sciworld --tasks find-plant --temperature 1 --samples 8      # a bare model
+
+With `--samples n` each task is played n times and pass@k is the unbiased estimate of arXiv 2107.03374, Eq. 1.
+"""
+import json
+import math
+import sys
+from pathlib import Path
+
+
+def wilson(successes: int, episodes: int, z: float = 1.959964) -> list[float]:
+    """95 % interval of a share (Wilson's score interval): [low, high]."""
+    if episodes == 0:
+        return [0.0, 1.0]
+    share, z2 = successes / episodes, z * z
+    centre = (share + z2 / (2 * episodes)) / (1 + z2 / episodes)
+    half = z / (1 + z2 / episodes) * math.sqrt(share * (1 - share) / episodes + z2 / (4 * episodes ** 2))
+    return [max(0.0, centre - half), min(1.0, centre + half)]
+
+
+def pass_at_k(samples: int, correct: int, k: int) -> float:
+    """Unbiased chance that one of k samples is correct, from `correct` of `samples`: 1 - C(n-c, k) / C(n, k)."""
+    if not 1 <= k <= samples:
+        raise ValueError(f"k must lie in 1..{samples}, got {k}")
+    return 1.0 - math.comb(samples - correct, k) / math.comb(samples, k)
+
+
+def fixed_tasks(tasks: list[str], number: int) -> list[str]:
+    """`number` tasks spread evenly over the list (all of them if there are fewer): the same ones each time."""
+    return tasks if number >= len(tasks) else [tasks[n * len(tasks) // number] for n in range(number)]
+
+
+def evaluate(act, chat, envs, tasks, *, samples: int = 1, **limits) -> dict:
+    """Play each task `samples` times; episode n of the list has seed n, whatever was played before.
+
+    An episode whose environment broke counts as no success. The interval treats episodes as independent: with
+    samples > 1 they are not quite, and it is too narrow. Returns success, interval, episodes, score (mean return),
+    valid_action_fraction, turns, env_errors, and pass@k for samples > 1.
+    """
+    from rollout import Request, rollout
+
+    requests = [Request(task, group=n, seed=n) for n, task in enumerate(tasks) for _ in range(samples)]
+    played = rollout(act, chat, envs, requests, **limits)
+    successes = sum(t.success for t in played)
+    turns = [turn for t in played for turn in t.turns]
+    scores = [t.info["score"] if "score" in t.info else t.reward for t in played if t.end != "env_error"]
+    result = {"success": successes / len(played), "interval": wilson(successes, len(played)), "episodes": len(played),
+              "score": sum(scores) / max(len(scores), 1), "valid_action_fraction": sum(turn.valid for turn in turns) /
+              max(len(turns), 1), "turns": len(turns) / len(played),
+              "env_errors": sum(t.end == "env_error" for t in played)}
+    if samples > 1:
+        correct = [sum(t.success for t in played[n:n + samples]) for n in range(0, len(played), samples)]
+        result["pass@k"] = {k: sum(pass_at_k(samples, c, k) for c in correct) / len(correct)
+                            for k in (2 ** n for n in range(samples.bit_length())) if k <= samples}
+    return result
+
+
+def table(env_name: str, rows) -> str:
+    """Text for the terminal: [(name, result of evaluate), ...]."""
+    lines = [f"{'test tasks, standard ' + env_name:<36}  success  95 % interval    score  episodes"]
+    for name, r in rows:
+        low, high = r["interval"]
+        lines.append(f"{name:<36}  {r['success']:>7.3f}  [{low:.3f}, {high:.3f}]  {r['score']:>7.3f}  {r['episodes']:>8}")
+        if "pass@k" in r:
+            lines.append("    " + "  ".join(f"pass@{k} {share:.3f}" for k, share in r["pass@k"].items()))
+    return "\n".join(lines)
+
+
+def main(argv=None):
+    from dataclasses import dataclass, fields
+
+    from train import Config, load_policy, option, parse
+
+    @dataclass
+    class EvaluateConfig(Config):
+        split: str = option("test", "train, valid or test")
+        samples: int = option(1, "episodes per task; above 1 (with --temperature) also pass@k")
+        temperature: float = option(0.0, "sampling temperature (0: greedy)")
+
+    argv = list(sys.argv[1:] if argv is None else argv)
+    run = argv.pop(0) if argv and not argv[0].startswith("-") else None
+    defaults = []
+    if run:  # the run's own options first, then what the command line says
+        defaults = options_of(run, {f.name for f in fields(Config)} - {"temperature", "resume", "overwrite", "out"})
+    config = parse(EvaluateConfig, defaults + argv, description="Success on fixed tasks of the standard environment.")
+    evaluate_config(config, run)
+
+
+def options_of(run, names) -> list[str]:
+    """The options of a finished run, as command line words."""
+    from envs import BadInput
+
+    path = Path(run) / "config.json"
+    if not path.exists() or not (Path(run) / "adapter").exists():
+        raise BadInput(f"{run} is no finished run (no config.json or no adapter/); for a bare model pass --model")
+    words = []
+    for name, value in json.loads(path.read_text()).items():
+        if name in names and value not in ("", []):
+            words += [f"--{name}", *(map(str, value) if isinstance(value, list) else [str(value)])]
+    return words
+
+
+def evaluate_config(config, run):
+    import torch
+
+    from envs import BadInput, make_env, parse_options, select_tasks
+    from rollout import sampler
+    from train import load_policy
+
+    if config.samples < 1:
+        raise BadInput(f"--samples must be at least 1, got {config.samples}")
+    if config.samples > 1 and config.temperature == 0:
+        raise BadInput("--samples above 1 needs --temperature above 0: greedy episodes are all alike")
+    options = parse_options(config.env_options)
+    tasks = fixed_tasks(select_tasks(config.env, config.split, config.tasks, options), config.eval_episodes)
+    if run:
+        config.adapter = str(Path(run) / "adapter")
+    model, chat = load_policy(config, options)
+    envs = [make_env(config.env, options) for _ in range(min(config.num_envs, len(tasks) * config.samples))]
+    act = sampler(model, chat, temperature=config.temperature, max_new_tokens=config.max_new_tokens)
+
+    def score():
+        torch.manual_seed(config.seed)
+        return evaluate(act, chat, envs, tasks, samples=config.samples, max_turns=config.max_turns or envs[0].max_turns,
+                        max_new_tokens=config.max_new_tokens, max_context=config.max_context, history=config.history)
+
+    with model.disable_adapter():
+        rows = [("base model", score())]
+    if config.adapter:
+        rows.append((config.adapter, score()))
+    for env in envs:
+        env.close()
+    print(table(config.env, rows))
+
+
+if __name__ == "__main__":
+    from train import cli
+    cli(main)

@@ -1,0 +1,91 @@
+"""Group Relative Policy Optimization (GRPO): DeepSeekMath, arXiv 2402.03300, Eqs. 3 and 4.
+
+    python grpo.py                      # the built-in game and model, no network, a few minutes on a laptop
+    from grpo import group_advantages, grpo_loss    # needs torch alone
+
+G answers to one task are a group. An answer is as good as it stands out in its group:
+
+    A_i = (R_i - mean R) / std R                                               (outcome supervision, section 4.1.2)
+    J   = 1/N sum_i 1/|o_i| sum_t { min(r A, clip(r, 1-eps, 1+eps) A) - beta k3 }             (Eq. 3)
+    k3  = exp(lp_ref - lp) - (lp_ref - lp) - 1                                                (Eq. 4)
+
+with r = exp(lp - lp_old) and t over the tokens that the policy sampled. The loss is -J. With one update per batch
+r = 1 and the *value* of the loss is near 0 while its gradient is REINFORCE's: a loss near 0 is normal.
+
+What differs from the paper:
+1. The standard deviation is the sample's (ddof=1) and eps=1e-6 is added to it, as in TRL and verl; the paper says "std".
+2. An answer is a whole episode; the observations between its turns are context, never trained on.
+3. A group of equal rewards has advantage exactly 0; it still counts in N, and still gets the KL term when beta > 0.
+4. An episode whose environment broke (reward NaN) has advantage 0, and the baseline of its group is taken without it.
+5. beta = 0 by default (the paper: 0.04), as in later practice and in arXiv 2609.08404's second configuration.
+6. One reward at the end of the episode (outcome supervision); process supervision is not here.
+"""
+import torch
+
+
+def group_advantages(rewards_N, groups_N, eps=1e-6):
+    """A_i = (R_i - mean)/(std + eps) within a group: [N] rewards and [N] integer group ids -> [N] advantages.
+
+    Constant group -> exactly 0. NaN (or infinite) reward -> 0, and out of its group's baseline. A group of one raises ValueError.
+    """
+    rewards_N = torch.as_tensor(rewards_N, dtype=torch.float64)
+    groups_N = torch.as_tensor(groups_N)
+    advantages_N = torch.zeros_like(rewards_N)
+    for group in groups_N.unique():
+        members = groups_N == group
+        if members.sum() < 2:
+            raise ValueError(f"group {group.item()} has one trajectory: an advantage needs at least two to compare")
+        known = members & rewards_N.isfinite()
+        rewards_G = rewards_N[known]
+        if len(rewards_G) < 2 or (rewards_G == rewards_G[0]).all():  # compared exactly: no advantage from rounding
+            continue
+        advantages_N[known] = (rewards_G - rewards_G.mean()) / (rewards_G.std() + eps)
+    return advantages_N.float()
+
+
+def grpo_loss(logp_BT, old_logp_BT, advantages_B, mask_BT, *, num_trajectories, lengths_B=None, eps=0.2, beta=0.0,
+              ref_logp_BT=None):
+    """Eq. 3, negated: this micro-batch's share. The shares of all micro-batches add up to the loss of the batch.
+
+    logp_BT, old_logp_BT, ref_logp_BT: log-probs of the tokens [B, T]; mask_BT: 1 where the policy sampled the token.
+    advantages_B: one per row. num_trajectories: N of the whole batch. lengths_B: |o_i|, sampled tokens of the whole
+    trajectory that a row belongs to; default: of the row. So a trajectory cut into k rows weighs what it weighed as one.
+    """
+    mask_BT = mask_BT.bool()
+    lengths_B = mask_BT.sum(1) if lengths_B is None else lengths_B
+    log_ratio_BT = torch.where(mask_BT, logp_BT - old_logp_BT, 0.0)  # before exp: NaN * 0 is NaN
+    ratio_BT = log_ratio_BT.exp()
+    A_B1 = advantages_B[:, None]
+    objective_BT = torch.min(ratio_BT * A_B1, ratio_BT.clamp(1 - eps, 1 + eps) * A_B1)
+    if beta:
+        if ref_logp_BT is None:
+            raise ValueError("beta > 0 needs ref_logp_BT")
+        log_ref_BT = torch.where(mask_BT, ref_logp_BT - logp_BT, 0.0)
+        objective_BT = objective_BT - beta * (log_ref_BT.exp() - log_ref_BT - 1)  # k3, Eq. 4
+    per_row_B = torch.where(mask_BT, objective_BT, 0.0).sum(1) / lengths_B.clamp(min=1)
+    return -per_row_B.sum() / num_trajectories
+
+
+def main(argv=None):
+    from dataclasses import dataclass, field
+
+    from train import Config, parse, train
+
+    @dataclass
+    class GRPOConfig(Config):
+        eps: float = field(default=0.2, metadata={"help": "clip range of the ratio"})
+        beta: float = field(default=0.0, metadata={"help": "weight of the KL to the reference (the paper: 0.04)"})
+
+    config = parse(GRPOConfig, argv, description="Train with GRPO (arXiv 2402.03300).")
+
+    def loss(batch):
+        return grpo_loss(batch.logp_BT, batch.old_logp_BT, batch.advantages_B, batch.mask_BT,
+                         num_trajectories=batch.num_trajectories, lengths_B=batch.lengths_B,
+                         eps=config.eps, beta=config.beta, ref_logp_BT=batch.ref_logp_BT)
+
+    train(config, "grpo", loss, group_advantages, clip=(config.eps, config.eps), use_reference=config.beta > 0)
+
+
+if __name__ == "__main__":
+    from train import cli
+    cli(main)

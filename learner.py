@@ -1,0 +1,119 @@
+"""From episodes to a gradient: rows, micro-batches, log-probs, the shares of a loss, one optimizer step.
+
+    stats = update(model, optimizer, batch, advantages_N, loss, pad_id=..., temperature=1.0)
+
+A loss returns its micro-batch's share of the whole batch's loss (the normalisers are arguments), so the gradient does
+not depend on how rows are packed, up to rounding.
+"""
+import random
+from types import SimpleNamespace
+
+import torch
+
+from model import reference, token_logps
+
+
+def pad(rows, pad_id, device):
+    """Rows of ids and masks -> ids_BT, mask_BT (bool), padded on the right. The mask comes from sampling, not from ids."""
+    width = max(len(row.ids) for row in rows)
+    ids = [row.ids + [pad_id] * (width - len(row.ids)) for row in rows]
+    mask = [row.mask + [0] * (width - len(row.mask)) for row in rows]
+    return torch.tensor(ids, device=device), torch.tensor(mask, device=device, dtype=torch.bool)
+
+
+def micro_batches(rows, budget):
+    """(row, n) pairs, longest first, cut so that rows times the longest row stay within `budget` padded tokens."""
+    rows = sorted(rows, key=lambda pair: len(pair[0].ids), reverse=True)
+    while rows:
+        size = max(1, budget // len(rows[0][0].ids))
+        yield rows[:size]
+        rows = rows[size:]
+
+
+def update(model, optimizer, batch, advantages_N, loss, *, pad_id, temperature=1.0, minibatches=1,
+           micro_batch_tokens=8192, use_reference=False, clip=(0.2, 0.2), sequence_ratio=False, max_grad_norm=1.0,
+           gradient_checkpointing=False, seed=0):
+    """`minibatches` optimizer steps on a batch of N trajectories; returns the metrics.
+
+    loss(micro_batch) -> scalar share; see `train.train` for its fields. Old log-probs come from this same code path:
+    detached from the new ones when there is one update, computed before the first of several. Rows without advantage
+    are not computed unless there is a reference, whose KL they pay; the normalisers count them all the same, and the
+    metrics are over the rows computed. Raises FloatingPointError when a gradient is not finite, before the step.
+    """
+    rows_N = [[(row, n) for row in trajectory.rows] for n, trajectory in enumerate(batch)]
+    lengths_N = torch.tensor([trajectory.length for trajectory in batch])
+    order = random.Random(f"minibatches {seed}").sample(range(len(batch)), len(batch))
+    parts = [order[k::minibatches] for k in range(minibatches)]
+    trainable = [p for p in model.parameters() if p.requires_grad]
+
+    def score(pairs):
+        ids_BT, mask_BT = pad([row for row, _ in pairs], pad_id, model.device)
+        return *token_logps(model, ids_BT, mask_BT, temperature), mask_BT
+
+    def rows_of(part):
+        return [pair for n in part for pair in rows_N[n] if use_reference or advantages_N[n]]
+
+    old_logp = {}
+    if minibatches > 1:
+        with torch.no_grad():
+            for part in parts:  # packed as below: in bf16 a log-prob depends on the shape of its batch
+                for pairs in micro_batches(rows_of(part), micro_batch_tokens):
+                    old_logp.update({id(row): logp_T for (row, _), logp_T in zip(pairs, score(pairs)[0])})
+
+    totals, norms = {}, []
+    model.train(gradient_checkpointing)
+    for part in parts:
+        optimizer.zero_grad(set_to_none=True)
+        pairs_of_part = rows_of(part)
+        for pairs in micro_batches(pairs_of_part, micro_batch_tokens):
+            ref_logp_BT = None
+            if use_reference:
+                with torch.no_grad(), reference(model):
+                    ref_logp_BT = score(pairs)[0]
+            logp_BT, entropy_BT, mask_BT = score(pairs)
+            old_logp_BT = logp_BT.detach()
+            if minibatches > 1:
+                old_logp_BT = torch.zeros_like(logp_BT)
+                for b, (row, _) in enumerate(pairs):
+                    old_logp_BT[b, :len(row.ids)] = old_logp[id(row)][:len(row.ids)]
+            members = [n for _, n in pairs]
+            micro_batch = SimpleNamespace(
+                logp_BT=logp_BT, old_logp_BT=old_logp_BT, ref_logp_BT=ref_logp_BT, mask_BT=mask_BT,
+                advantages_B=advantages_N[members].to(logp_BT.device), lengths_B=lengths_N[members].to(logp_BT.device),
+                num_trajectories=len(part), num_tokens=int(lengths_N[part].sum()))
+            share = loss(micro_batch)
+            share.backward()
+            for name, value in ratio_sums(micro_batch, entropy_BT, clip, sequence_ratio).items():
+                totals[name] = max(totals.get(name, value), value) if name == "ratio_max" else totals.get(name, 0) + value
+            totals["loss"] = totals.get("loss", 0) + share.item() / minibatches
+        if not pairs_of_part:
+            continue
+        norms.append(torch.nn.utils.clip_grad_norm_(trainable, max_grad_norm).item())
+        if norms[-1] != norms[-1] or norms[-1] == float("inf"):
+            raise FloatingPointError(f"the gradient is {norms[-1]}")
+        optimizer.step()
+    model.eval()
+    tokens, units = max(totals.get("tokens", 0), 1), max(totals.get("units", 0), 1)
+    stats = {"loss": totals.get("loss", 0.0), "grad_norm": sum(norms) / max(len(norms), 1),
+             "entropy": totals.get("entropy", 0.0) / tokens, "approx_kl": totals.get("approx_kl", 0.0) / tokens,
+             "clip_fraction": totals.get("clipped", 0) / units, "ratio_max": totals.get("ratio_max", 1.0)}
+    return stats | ({"kl_reference": totals.get("kl_reference", 0.0) / tokens} if use_reference else {})
+
+
+@torch.no_grad()
+def ratio_sums(batch, entropy_BT, clip, sequence_ratio):
+    """Sums over a micro-batch for the metrics: k3 estimates of KL, entropy, and where the clip acts."""
+    log_ratio_BT = batch.logp_BT - batch.old_logp_BT  # 0 where the mask is 0
+    A_B, mask_BT = batch.advantages_B, batch.mask_BT
+    if sequence_ratio:
+        ratio, A = (log_ratio_BT.sum(1) / mask_BT.sum(1)).exp(), A_B
+    else:
+        ratio, A = log_ratio_BT.exp()[mask_BT], A_B[:, None].expand_as(mask_BT)[mask_BT]
+    clipped = ((A > 0) & (ratio > 1 + clip[1])) | ((A < 0) & (ratio < 1 - clip[0]))
+    sums = {"tokens": int(mask_BT.sum()), "units": ratio.numel(), "clipped": int(clipped.sum()),
+            "ratio_max": ratio.max().item(), "entropy": entropy_BT.sum().item(),
+            "approx_kl": (log_ratio_BT.exp() - 1 - log_ratio_BT).sum().item()}
+    if batch.ref_logp_BT is not None:
+        log_ref_BT = batch.ref_logp_BT - batch.logp_BT
+        sums["kl_reference"] = (log_ref_BT.exp() - 1 - log_ref_BT).sum().item()
+    return sums

@@ -1,0 +1,263 @@
+"""Episodes of a policy in text environments: plain Hugging Face `generate`, one batch of prompts a turn.
+
+    act = sampler(model, chat, temperature=1.0, max_new_tokens=32)
+    trajectories = rollout(act, chat, envs, [Request(task, group=0, seed=0), ...], max_turns=15)
+
+What is trained on is what was sampled: a trajectory keeps the sampled ids and a mask made while sampling. Nothing is
+decoded and encoded again, and no mask is guessed from ids. A row is one unbroken token sequence. If the next prompt
+extends the tokens so far, the row goes on; if not (a windowed history, a template that strips earlier thinking), a
+new row starts. Text from the environment is encoded so that it can never produce a special token.
+"""
+import math
+import re
+import sys
+from collections import deque
+from dataclasses import dataclass, field
+from functools import lru_cache
+
+import torch
+
+from envs import BadInput
+
+ENDS = ("success", "failure", "turn_limit", "context_full", "env_error")
+END_TOKENS = ("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|end_of_text|>", "</s>")
+
+
+@dataclass
+class Request:
+    """An episode to play. Requests of one group share task and seed, so that only the sampling differs."""
+    task: str
+    group: int = 0
+    seed: int = 0
+    enriched: bool = False
+
+
+@dataclass
+class Turn:
+    prompt_ids: list[int]
+    action_ids: list[int]  # as sampled, the end token included
+    action: str
+    observation: str  # what the environment answered
+    reward: float
+    valid: bool
+    stop: str  # "end": an end token was sampled; "length": the token limit came first
+
+
+@dataclass
+class Row:
+    ids: list[int]
+    mask: list[int]  # 1 where the policy sampled the token
+
+
+@dataclass
+class Trajectory:
+    task: str
+    group: int
+    seed: int
+    enriched: bool
+    first_observation: str = ""
+    turns: list[Turn] = field(default_factory=list)
+    rows: list[Row] = field(default_factory=list)
+    reward: float = 0.0  # sum over turns; NaN if the environment broke
+    success: bool = False
+    end: str = ""  # one of ENDS
+    info: dict = field(default_factory=dict)  # the environment's last info
+    error: str = ""
+
+    @property
+    def length(self) -> int:
+        """Tokens the policy sampled in the whole episode, |o_i|."""
+        return sum(sum(row.mask) for row in self.rows)
+
+
+class Chat:
+    """Prompts as token ids through a tokenizer's chat template, with contents that cannot forge a turn.
+
+    The template is rendered around placeholders. Only its own text is encoded with special tokens; a content is text
+    from outside, encoded without, or a list of ids that the policy sampled, put in as it is.
+    """
+
+    def __init__(self, tokenizer, thinking: bool = False, end_ids=None):
+        self.tokenizer, self.thinking = tokenizer, thinking
+        unknown = tokenizer("\ue000", add_special_tokens=False)["input_ids"]  # a word tokenizer's <unk> may appear
+        self.added = {token.content: i for i, token in tokenizer.added_tokens_decoder.items()
+                      if len(token.content) > 1 and i not in unknown}
+        self.special_ids = frozenset(self.added.values())
+        ends = [end_ids] if isinstance(end_ids, int) else list(end_ids or [])
+        ends += [self.added[token] for token in END_TOKENS if token in self.added]
+        self.end_ids = frozenset(i for i in [*ends, tokenizer.eos_token_id] if i is not None)
+        self.pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else min(self.end_ids)
+        self.think_end = self.added.get("</think>")
+        seen = self._render((("user", "\ue000"), ("assistant", "\ue001</think>\ue002"), ("user", "\ue003")))
+        self.strips_thinking = self.think_end is not None and "\ue001" not in seen
+        self.text_ids = lru_cache(maxsize=4096)(self._text_ids)
+        self.template_ids = lru_cache(maxsize=4096)(
+            lambda text: tuple(tokenizer(text, add_special_tokens=False)["input_ids"]))
+
+    def _render(self, messages):
+        return self.tokenizer.apply_chat_template([{"role": role, "content": content} for role, content in messages],
+                                                  tokenize=False, add_generation_prompt=True,
+                                                  enable_thinking=self.thinking)
+
+    def _text_ids(self, text: str) -> tuple[int, ...]:
+        """Outside text -> ids, none of them an added token: such a token's text is cut after its first character."""
+        ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        if self.special_ids.isdisjoint(ids):
+            return tuple(ids)
+        found = re.split("|".join(f"(?<={re.escape(token[0])})(?={re.escape(token[1:])})" for token in self.added), text)
+        ids = [i for piece in found for i in self.tokenizer(piece, add_special_tokens=False)["input_ids"]]
+        if self.special_ids.isdisjoint(ids):
+            return tuple(ids)  # else a normaliser made one out of other characters: encode each by itself
+        ids = [i for character in text for i in self.tokenizer(character, add_special_tokens=False)["input_ids"]]
+        return tuple(i for i in ids if i not in self.special_ids)
+
+    def history_ids(self, action_ids) -> tuple[int, ...]:
+        """What stays of a sampled action in later prompts: no end token, and no thinking if the template strips it."""
+        ids = list(action_ids)
+        if ids and ids[-1] in self.end_ids:
+            ids.pop()
+        if self.strips_thinking and self.think_end in ids:
+            ids = ids[len(ids) - ids[::-1].index(self.think_end):]
+            while ids and not self.tokenizer.decode(ids[:1]).strip():
+                ids.pop(0)
+        return tuple(ids)
+
+    def prompt(self, messages) -> list[int]:
+        """[(role, text or sampled ids), ...] -> ids up to where the next action starts."""
+        rendered = self._render([(role, f"\ue000{n}\ue001") for n, (role, _) in enumerate(messages)])
+        pieces = re.split("\ue000(\\d+)\ue001", rendered)
+        if [int(n) for n in pieces[1::2]] != list(range(len(messages))):
+            raise BadInput("this model's chat template drops or reorders messages; it cannot carry an episode")
+        ids = list(self.template_ids(pieces[0]))
+        for (_, content), scaffold in zip(messages, pieces[2::2]):
+            ids += self.text_ids(content.strip()) if isinstance(content, str) else content
+            ids += self.template_ids(scaffold)
+        return ids
+
+    def action_text(self, action_ids) -> str:
+        return self.tokenizer.decode([i for i in action_ids if i not in self.end_ids])
+
+
+def sampler(model, chat: Chat, *, temperature: float = 1.0, max_new_tokens: int = 32):
+    """`act(prompts) -> action ids` by plain `generate`; temperature 0 is greedy. The whole distribution is sampled:
+    `model` comes from `load_model`, which leaves no generation config that could cut it."""
+    from transformers import GenerationConfig
+
+    how = {"do_sample": True, "temperature": float(temperature), "top_k": 0, "top_p": 1.0} if temperature > 0 \
+        else {"do_sample": False}
+    config = GenerationConfig(**how, max_new_tokens=max_new_tokens, eos_token_id=sorted(chat.end_ids),
+                              pad_token_id=chat.pad_id, repetition_penalty=1.0, num_beams=1)
+
+    @torch.no_grad()
+    def act(prompts: list[list[int]]) -> list[list[int]]:
+        width = max(map(len, prompts))
+        ids = torch.tensor([[chat.pad_id] * (width - len(p)) + p for p in prompts], device=model.device)
+        mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=model.device)
+        training = model.training
+        model.eval()  # in training mode with activation checkpointing, generate would drop its cache
+        try:
+            out = model.generate(input_ids=ids, attention_mask=mask, generation_config=config)[:, width:].tolist()
+        finally:
+            model.train(training)
+        ends = [next((n + 1 for n, i in enumerate(row) if i in chat.end_ids), len(row)) for row in out]
+        return [row[:end] for row, end in zip(out, ends)]
+
+    return act
+
+
+def messages_of(trajectory, chat, system_prompt, history):
+    """The conversation that the next prompt is made of."""
+    turns = trajectory.turns
+    messages = [("system", system_prompt)] if system_prompt else []
+    if history == "full":
+        messages.append(("user", trajectory.first_observation))
+        for turn in turns:
+            messages += [("assistant", chat.history_ids(turn.action_ids)), ("user", turn.observation)]
+        return messages
+    window = int(history.partition(":")[2])
+    text = [trajectory.first_observation]
+    for number, turn in enumerate(turns, 1):
+        text.append(f"Action {number}: {turn.action.rpartition('</think>')[2].strip()}")
+        if number > len(turns) - window:
+            text.append(turn.observation)
+    return [*messages, ("user", "\n".join(text))]
+
+
+def add_turn(rows: list[Row], prompt_ids: list[int], action_ids: list[int]):
+    """Extend the last row if the prompt begins with it, token by token; else start a row."""
+    if not rows or prompt_ids[:len(rows[-1].ids)] != rows[-1].ids:
+        rows.append(Row([], []))
+    new = prompt_ids[len(rows[-1].ids):]
+    rows[-1].ids += new + action_ids
+    rows[-1].mask += [0] * len(new) + [1] * len(action_ids)
+
+
+def rollout(act, chat: Chat, envs: list, requests: list[Request], *, max_turns: int, max_new_tokens: int = 32,
+            max_context: int = 2048, history: str = "full") -> list[Trajectory]:
+    """Play every request, at most len(envs) at a time; results in the order of the requests.
+
+    act: `act(prompts) -> sampled ids` for a batch of prompts (see `sampler`). max_turns: actions per episode.
+    max_context: tokens of prompt and action together. history: "full" keeps the conversation, "window:2" rebuilds each
+    prompt from the first observation, all past actions and the last 2 observations. An exception inside an environment
+    ends that episode alone: end "env_error", reward NaN. Raises BadInput if no first prompt fits into max_context.
+    """
+    if history != "full" and not re.fullmatch(r"window:[1-9]\d*", history):
+        raise BadInput(f"history must be full or window:N, got {history!r}")
+    if not envs:
+        raise ValueError("rollout needs at least one environment")
+    results = [Trajectory(r.task, r.group, r.seed, r.enriched) for r in requests]
+    pending, active, idle = deque(zip(requests, results)), [], list(envs)
+    while pending or active:
+        while pending and idle:
+            env, (request, trajectory) = idle.pop(), pending.popleft()
+            answer = guarded(trajectory, lambda: env.reset(task=request.task, seed=request.seed))
+            if answer is None:
+                idle.append(env)
+                continue
+            trajectory.first_observation, trajectory.info = answer
+            active.append((env, trajectory))
+        prompts = [chat.prompt(messages_of(t, chat, env.system_prompt, history)) for env, t in active]
+        for (env, trajectory), prompt in zip(active, prompts):
+            if len(prompt) + max_new_tokens > max_context:
+                trajectory.end, trajectory.error = "context_full", f"a prompt of {len(prompt)} tokens"
+        prompts = [prompt for (_, t), prompt in zip(active, prompts) if not t.end]
+        playing = [(env, t) for env, t in active if not t.end]
+        idle += [env for env, t in active if t.end]
+        for (env, trajectory), prompt, action_ids in zip(playing, prompts, act(prompts) if prompts else []):
+            play_turn(env, trajectory, chat, prompt, action_ids, max_turns)
+        idle += [env for env, t in playing if t.end]
+        active = [(env, t) for env, t in playing if not t.end]
+    if results and all(t.end == "context_full" and not t.turns for t in results):
+        raise BadInput(f"no first prompt fits: {results[0].error} + {max_new_tokens} new ones are more than the context "
+                       f"of {max_context}; raise --max-context or shorten the environment's prompt")
+    return results
+
+
+def play_turn(env, trajectory, chat, prompt, action_ids, max_turns):
+    action = chat.action_text(action_ids)
+    answer = guarded(trajectory, lambda: env.step(action))
+    observation, reward, terminated, truncated, info = answer or ("", math.nan, False, False, {})
+    trajectory.turns.append(Turn(prompt, action_ids, action, observation, reward, bool(info.get("valid", False)),
+                                 "end" if action_ids and action_ids[-1] in chat.end_ids else "length"))
+    add_turn(trajectory.rows, prompt, action_ids)
+    trajectory.reward += reward
+    trajectory.info = info or trajectory.info
+    trajectory.success = bool(info.get("success", False))
+    if answer is None:
+        return
+    if terminated:
+        trajectory.end = "success" if trajectory.success else "failure"
+    elif truncated or len(trajectory.turns) >= max_turns:
+        trajectory.end = "turn_limit"
+
+
+def guarded(trajectory, call):
+    """The environment's answer, or None if it broke: then the episode has ended, and a line on stderr says why."""
+    try:
+        return call()
+    except BadInput:
+        raise
+    except Exception as error:  # anything: a broken environment must not end a run of days
+        trajectory.end, trajectory.reward, trajectory.error = "env_error", math.nan, f"{type(error).__name__}: {error}"
+        print(f"{trajectory.task}: the environment broke, its episode ends here: {trajectory.error}", file=sys.stderr)
+        return None

@@ -1,0 +1,154 @@
+"""A run's folder: what is written while training, and how it is read back.
+
+    runs/<env>__<algo>__<enrich>__<seed>/
+        config.json         options, versions, commit
+        metrics.jsonl       one line a step              rollouts.jsonl      one line an episode
+        evaluations.jsonl   one line an evaluation       curve.png
+        adapter/            the trained adapter in PEFT's format
+        checkpoint/         adapter, optimizer and step: written beside, then renamed
+"""
+import contextlib
+import dataclasses
+import importlib.metadata
+import json
+import math
+import os
+import resource
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from envs import BadInput
+
+
+@contextlib.contextmanager
+def run_folder(config, algorithm):
+    """(the run's folder, the first step to do). A command that proves wrong before the first step leaves no folder."""
+    folder, first_step = open_folder(config, algorithm)
+    try:
+        yield folder, first_step
+    except BadInput:
+        if not (folder / "metrics.jsonl").exists():
+            shutil.rmtree(folder)
+        raise
+
+
+def open_folder(config, algorithm) -> tuple[Path, int]:
+    """A folder that exists is only touched if the user said how."""
+    folder = Path(config.out or f"runs/{config.env}__{algorithm}__none__{config.seed}")
+    step = 0
+    if folder.exists() and config.overwrite:
+        if any(folder.iterdir()) and not (folder / "config.json").exists():
+            raise BadInput(f"{folder} is not a run's folder; it is not deleted: choose another --out")
+        shutil.rmtree(folder)
+    if config.resume:
+        step = checkpoint_step(folder)
+        if step >= config.steps:
+            raise BadInput(f"the run in {folder} has done its {step} steps; to go on, raise --steps")
+        for name in ("metrics.jsonl", "rollouts.jsonl", "evaluations.jsonl"):  # what came after the checkpoint
+            keep = [row for row in read(folder / name) if row["step"] <= step]
+            replace(folder / name, "".join(json.dumps(row) + "\n" for row in keep))
+    elif folder.exists() and any(folder.iterdir()):
+        raise BadInput(f"the folder {folder} exists: pass --resume to go on, --overwrite to start again, or another --out")
+    folder.mkdir(parents=True, exist_ok=True)
+    about = {"algorithm": algorithm, **dataclasses.asdict(config), "commit": commit(), "python": sys.version.split()[0],
+             "versions": {name: importlib.metadata.version(name) for name in ("torch", "transformers", "peft")}}
+    replace(folder / "config.json", json.dumps(about, indent=2) + "\n")
+    return folder, step + 1
+
+
+def commit() -> str:
+    """The commit of this code, or "" where it is not a checkout."""
+    done = subprocess.run(["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"],
+                          capture_output=True, text=True)
+    return done.stdout.strip()
+
+
+def append(path, row: dict):
+    """One line of JSON; a number that is not finite becomes null."""
+    row = {key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in row.items()}
+    with open(path, "a") as file:
+        file.write(json.dumps(row) + "\n")
+
+
+def read(path) -> list[dict]:
+    if not Path(path).exists():
+        return []
+    with open(path) as file:
+        return [json.loads(line) for line in file]
+
+
+def replace(path, text: str):
+    """Write beside, then rename: a reader sees the old file or the new one."""
+    beside = f"{path}.new"
+    with open(beside, "w") as file:
+        file.write(text)
+    os.replace(beside, path)
+
+
+def save_checkpoint(folder, model, optimizer, step):
+    """Everything that the next step needs; random draws are functions of (seed, step) and need nothing."""
+    import torch
+
+    new, current, old = folder / "checkpoint.new", folder / "checkpoint", folder / "checkpoint.old"
+    for leftover in (new, old):
+        shutil.rmtree(leftover, ignore_errors=True)
+    model.save_pretrained(new)  # the adapter, and the frozen "reference" beside it where there is one
+    torch.save(optimizer.state_dict(), new / "optimizer.pt")
+    (new / "step.json").write_text(json.dumps({"step": step}))
+    if current.exists():
+        current.rename(old)
+    new.rename(current)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def checkpoint_step(folder) -> int:
+    """The step of the folder's checkpoint; one that a stop left half renamed is put back."""
+    current, old = folder / "checkpoint", folder / "checkpoint.old"
+    if not current.exists() and old.exists():
+        old.rename(current)
+    if not (current / "step.json").exists():
+        raise BadInput(f"{folder} has no checkpoint to resume from; start without --resume")
+    return json.loads((current / "step.json").read_text())["step"]
+
+
+def record(step, trajectory) -> dict:
+    """An episode as a line of rollouts.jsonl."""
+    return {"step": step, "task": trajectory.task, "group": trajectory.group, "seed": trajectory.seed,
+            "enriched": trajectory.enriched, "success": trajectory.success, "end": trajectory.end,
+            "reward": trajectory.reward if math.isfinite(trajectory.reward) else None, "error": trajectory.error,
+            "first_observation": trajectory.first_observation,
+            "turns": [{"action": turn.action, "observation": turn.observation, "valid": turn.valid} for turn in
+                      trajectory.turns]}
+
+
+def peak_memory() -> int:
+    """Bytes: of the GPU if there is one, else of this process."""
+    import torch
+
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def draw_curve(folder):
+    """curve.png: training reward and hint-free success over steps."""
+    import matplotlib
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    metrics, evaluations = read(folder / "metrics.jsonl"), read(folder / "evaluations.jsonl")
+    figure, axes = pyplot.subplots(figsize=(6, 3.6))
+    axes.plot([row["step"] for row in metrics], [row["reward"] for row in metrics], color="0.6", label="training reward")
+    for split, marker, colour in (("valid", "o-", "C0"), ("test", "s", "C3")):
+        rows = [row for row in evaluations if row["split"] == split]
+        if rows:
+            low, high = ([abs(row["success"] - row["interval"][side]) for row in rows] for side in (0, 1))
+            axes.errorbar([row["step"] for row in rows], [row["success"] for row in rows], [low, high], fmt=marker,
+                          color=colour, capsize=2, label=f"success, {split} tasks (95 %)")
+    axes.set(xlabel="training step", ylim=(-0.02, 1.02), title=folder.name)
+    axes.legend(fontsize=8)
+    figure.tight_layout()
+    figure.savefig(folder / "curve.png", dpi=120)
+    pyplot.close(figure)

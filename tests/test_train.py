@@ -1,0 +1,266 @@
+"""The loop, the run's folder, evaluation and the command line, with the built-in game and model."""
+import dataclasses
+import itertools
+import json
+import math
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import dapo
+import evaluate
+import grpo
+import gspo
+import train
+from envs import BadInput, Env
+from runs import read
+
+ROOT = Path(__file__).parent.parent
+SMALL = ["--steps", "2", "--tasks-per-step", "3", "--group", "4", "--eval-episodes", "12", "--eval-every", "2",
+         "--env-options", "stages=2", "commands=4"]
+CLOCK = {"rollout_seconds", "learn_seconds", "rollout_tokens_per_second", "learn_tokens_per_second", "peak_memory_bytes"}
+
+
+def metrics(folder):
+    return [{key: value for key, value in row.items() if key not in CLOCK} for row in read(folder / "metrics.jsonl")]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs") / "run"
+    grpo.main([*SMALL, "--out", str(folder)])
+    return folder
+
+
+@pytest.mark.parametrize("algorithm", [grpo, dapo, gspo], ids=lambda module: module.__name__)
+def test_each_script_writes_the_whole_folder(algorithm, tmp_path, capsys):
+    folder = tmp_path / "run"
+    algorithm.main([*SMALL, "--out", str(folder), "--tensorboard"])
+    out = capsys.readouterr().out
+    assert "base model" in out and "after 2 steps" in out and str(folder) in out
+    rows = read(folder / "metrics.jsonl")
+    assert [row["step"] for row in rows] == [1, 2]
+    for name in ("reward", "success", "enriched_fraction", "valid_action_fraction", "dead_group_fraction", "entropy",
+                 "clip_fraction", "approx_kl", "ratio_max", "grad_norm", *CLOCK):
+        assert isinstance(rows[-1][name], (int, float)), name
+    assert rows[0]["enriched_fraction"] == 0.0
+    evaluations = read(folder / "evaluations.jsonl")
+    last = evaluations[-1]
+    assert (last["step"], last["split"], last["policy"], last["episodes"]) == (2, "test", "trained", 12)
+    assert 0 <= last["interval"][0] <= last["success"] <= last["interval"][1] <= 1
+    assert [row["step"] for row in evaluations if row["split"] == "valid"] == [0, 2]
+    assert json.loads((folder / "config.json").read_text())["algorithm"] == algorithm.__name__
+    assert (folder / "curve.png").read_bytes().startswith(b"\x89PNG")
+    assert (folder / "adapter" / "adapter_model.safetensors").exists() and (folder / "checkpoint" / "step.json").exists()
+    assert list(folder.glob("events.out.tfevents*"))
+    episodes = read(folder / "rollouts.jsonl")
+    assert {row["step"] for row in episodes} == {1, 2} and len(episodes) == sum(r["groups_sampled"] for r in rows) * 4
+    for row in episodes:  # the episodes of a group share task, seed and first observation
+        twins = [other for other in episodes if (other["step"], other["group"]) == (row["step"], row["group"])]
+        assert len({(t["task"], t["seed"], t["first_observation"]) for t in twins}) == 1 and len(twins) == 4
+
+
+def test_a_resumed_run_equals_an_unbroken_one(tmp_path):
+    one, two = tmp_path / "one", tmp_path / "two"
+    options = [*SMALL, "--save-every", "2", "--minibatches", "2"]
+    gspo.main([*options, "--out", str(one), "--steps", "4"])
+    gspo.main([*options, "--out", str(two), "--steps", "2"])
+    with open(two / "metrics.jsonl", "a") as file:  # a step that was done after the checkpoint, then lost
+        file.write(json.dumps({"step": 3, "reward": 9.0}) + "\n")
+    gspo.main([*options, "--out", str(two), "--steps", "4", "--resume"])
+    assert metrics(one) == metrics(two) and len(metrics(one)) == 4
+    assert read(one / "rollouts.jsonl") == read(two / "rollouts.jsonl")
+    assert read(one / "evaluations.jsonl")[-1] == read(two / "evaluations.jsonl")[-1]
+
+
+def test_evaluation_does_not_touch_training_and_is_the_same_each_time(run, tmp_path):
+    grpo.main([*SMALL, "--out", str(tmp_path / "often"), "--eval-every", "1"])
+    grpo.main([*SMALL, "--out", str(tmp_path / "never"), "--eval-every", "0"])
+    assert metrics(run) == metrics(tmp_path / "often") == metrics(tmp_path / "never")
+    rows = [read(folder / "evaluations.jsonl")[-2:] for folder in (run, tmp_path / "often", tmp_path / "never")]
+    assert rows[0] == rows[1] == rows[2]
+
+
+def test_other_seed_other_run(run, tmp_path):
+    grpo.main([*SMALL, "--out", str(tmp_path / "run"), "--seed", "1"])
+    assert metrics(tmp_path / "run") != metrics(run)
+
+
+def test_the_result_does_not_depend_on_the_number_of_environments_or_the_micro_batch(run, tmp_path):
+    grpo.main([*SMALL, "--out", str(tmp_path / "run"), "--micro-batch-tokens", "1", "--temperature", "1.0"])
+    for one, two in zip(metrics(run), metrics(tmp_path / "run")):
+        assert one["grad_norm"] == pytest.approx(two["grad_norm"], rel=1e-3)
+
+
+def test_kl_to_the_reference_is_zero_before_the_first_update(tmp_path):
+    grpo.main([*SMALL, "--out", str(tmp_path / "run"), "--beta", "0.1", "--warm-start", "gold", "--warm-start-steps", "2"])
+    first, second = metrics(tmp_path / "run")
+    assert abs(first["kl_reference"]) < 1e-9 < second["kl_reference"]
+    assert (tmp_path / "run" / "checkpoint" / "reference" / "adapter_model.safetensors").exists()
+    grpo.main([*SMALL, "--out", str(tmp_path / "run"), "--beta", "0.1", "--steps", "3", "--resume"])
+    assert metrics(tmp_path / "run")[-1]["kl_reference"] > second["kl_reference"] / 10
+
+
+def test_warm_start_on_gold_paths_teaches_the_way(tmp_path):
+    grpo.main([*SMALL, "--out", str(tmp_path / "run"), "--steps", "1", "--warm-start", "gold", "--warm-start-steps", "60",
+               "--warm-start-lr", "2e-3"])
+    assert read(tmp_path / "run" / "evaluations.jsonl")[0]["success"] >= 0.5  # step 0 on valid tasks
+
+
+def test_training_can_start_from_an_adapter(run, tmp_path):
+    grpo.main([*SMALL, "--out", str(tmp_path / "run"), "--adapter", str(run / "adapter")])
+    before = [row for row in read(run / "evaluations.jsonl") if row["split"] == "valid"][-1]["success"]
+    assert read(tmp_path / "run" / "evaluations.jsonl")[0]["success"] == before
+
+
+def test_dynamic_sampling_hits_its_cap_on_a_hopeless_game(tmp_path, capsys):
+    dapo.main([*SMALL, "--out", str(tmp_path / "run"), "--env-options", "stages=9", "commands=10", "--max-rounds", "2"])
+    assert "cap of 2 rounds hit with 0 of 3 groups (6 sampled)" in capsys.readouterr().out
+    rows = read(tmp_path / "run" / "metrics.jsonl")
+    assert [(row["groups"], row["groups_sampled"], row["grad_norm"]) for row in rows] == [(0, 6, 0.0)] * 2
+
+
+def test_overlong_penalty_reaches_the_advantages_and_not_the_metrics(run, tmp_path):
+    dapo.main([*SMALL, "--out", str(tmp_path / "run"), "--overlong-max", "2", "--overlong-cache", "2"])
+    assert all(0 <= row["reward"] <= 1 for row in read(tmp_path / "run" / "metrics.jsonl"))
+
+
+def test_evaluate_a_finished_run_and_a_bare_model(run, capsys):
+    evaluate.main([str(run)])
+    printed = capsys.readouterr().out
+    last = read(run / "evaluations.jsonl")[-1]
+    assert f"{last['success']:.3f}" in printed.splitlines()[-1] and "base model" in printed
+    evaluate.main(["--env-options", "stages=1", "--temperature", "1", "--samples", "4", "--eval-episodes", "8"])
+    printed = capsys.readouterr().out
+    assert "pass@4" in printed and "32" in printed and "adapter" not in printed
+
+
+def test_wilson_interval():
+    assert evaluate.wilson(8, 10) == pytest.approx([0.4901625, 0.9433178], abs=1e-6)
+    assert evaluate.wilson(0, 20)[0] == 0.0 and evaluate.wilson(20, 20)[1] == 1.0 and evaluate.wilson(0, 0) == [0.0, 1.0]
+
+
+def test_pass_at_k_is_the_mean_over_all_subsets():
+    for n, c in ((5, 0), (5, 2), (6, 6), (4, 1)):
+        outcomes = [1] * c + [0] * (n - c)
+        for k in range(1, n + 1):
+            subsets = list(itertools.combinations(outcomes, k))
+            assert evaluate.pass_at_k(n, c, k) == pytest.approx(sum(map(max, subsets)) / len(subsets))
+    with pytest.raises(ValueError):
+        evaluate.pass_at_k(3, 1, 4)
+
+
+def test_fixed_tasks_are_spread_over_the_list():
+    tasks = [str(n) for n in range(100)]
+    assert evaluate.fixed_tasks(tasks, 4) == ["0", "25", "50", "75"] and evaluate.fixed_tasks(tasks, 200) == tasks
+
+
+def test_each_task_once_before_any_comes_again():
+    config = train.Config(group=2, seed=5)
+    requests_of = train.group_requests(config, 3, ["a", "b", "c"])
+    requests = requests_of(2) + requests_of(4)
+    assert [r.group for r in requests] == [g for g in range(6) for _ in range(2)]
+    tasks = [r.task for r in requests[::2]]
+    assert sorted(tasks[:3]) == sorted(tasks[3:]) == ["a", "b", "c"]
+    assert train.group_requests(config, 3, ["a", "b", "c"])(6) == requests
+    assert train.group_requests(config, 4, ["a", "b", "c"])(6) != requests
+
+
+class Broken(Env):
+    """Fake: two training tasks, of which one always breaks in its second turn."""
+
+    system_prompt, max_turns = "Open every door.", 3
+
+    @classmethod
+    def tasks(cls, split):
+        return ["ash/0", "elm/0"]
+
+    def reset(self, *, task, seed):
+        self.task, self.turn = task, 0
+        return "take iron key", {"success": False, "valid": True}
+
+    def step(self, action):
+        self.turn += 1
+        if self.task == "elm/0" and self.turn == 2:
+            raise OSError("the simulator is gone")
+        return "take gold key", float("iron" in action), self.turn == 3, False, {"success": "iron" in action, "valid": True}
+
+
+def test_a_broken_environment_ends_its_episodes_and_not_the_run(tmp_path, capsys):
+    grpo.main(["--env", f"{__name__}:Broken", "--model", str(ROOT / "tiny-keydoor"), *SMALL[:-3], "--out",
+               str(tmp_path / "run"), "--tasks-per-step", "2"])
+    rows = read(tmp_path / "run" / "metrics.jsonl")
+    assert [row["end_env_error"] for row in rows] == [0.5, 0.5] and all(math.isfinite(row["reward"]) for row in rows)
+    assert all(row["reward"] is None and "simulator is gone" in row["error"]
+               for row in read(tmp_path / "run" / "rollouts.jsonl") if row["end"] == "env_error")
+    assert "the simulator is gone" in capsys.readouterr().err
+
+
+BAD = [(["--group", "1"], "at least two|at least 2"), (["--steps", "0"], "steps"), (["--steps", "-3"], "steps"),
+       (["--steps", "x"], "steps"), (["--lr", "0"], "lr"), (["--lora-rank", "0"], "lora-rank"), (["--bits", "3"], "bits"),
+       (["--temperature", "0"], "temperature"), (["--temperature", "-1"], "temperature"), (["--history", "window:0"], "history"),
+       (["--history", "all"], "history"), (["--env", "nope"], "nope"), (["--model", "./nope"], "no folder"),
+       (["--model", "tests"], "config.json"), (["--adapter", "./nope"], "adapter"), (["--tasks", "oak"], "oak"),
+       (["--env-options", "stages=0"], "stages"), (["--env-options", "doors=2"], "doors"), (["--env-options", "x"], "key=value"),
+       (["--frobnicate", "3"], "frobnicate"), (["--max-context", "20"], "max-context"), (["--optimizer", "sgd"], "optimizer"),
+       (["--warm-start", "silver"], "warm-start"), (["--resume"], "checkpoint"), (["--resume", "--overwrite"], "exclude"),
+       (["--minibatches", "0"], "minibatches"), (["--step", "5"], "--step")]
+
+
+@pytest.mark.parametrize("argv, word", BAD, ids=lambda value: " ".join(value) if isinstance(value, list) else "")
+def test_bad_input_is_one_line_and_leaves_nothing(argv, word, tmp_path):
+    with pytest.raises(BadInput, match=word) as caught:
+        grpo.main([*SMALL, "--out", str(tmp_path / "run"), *argv])
+    assert "\n" not in str(caught.value) and not (tmp_path / "run").exists()
+
+
+def test_exit_code_two_one_line_and_no_traceback(tmp_path):
+    done = subprocess.run([sys.executable, "grpo.py", "--group", "1"], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 2 and done.stderr.startswith("error: ") and done.stderr.count("\n") == 1 and not done.stdout
+
+
+def test_a_folder_that_exists_is_never_overwritten_silently(run, tmp_path):
+    before = (run / "metrics.jsonl").read_text()
+    with pytest.raises(BadInput, match="--resume.*--overwrite.*--out"):
+        grpo.main([*SMALL, "--out", str(run)])
+    with pytest.raises(BadInput, match="raise --steps"):
+        grpo.main([*SMALL, "--out", str(run), "--resume"])
+    assert (run / "metrics.jsonl").read_text() == before
+    foreign = tmp_path / "thesis"
+    foreign.mkdir()
+    (foreign / "chapter1.tex").write_text("all of it")
+    with pytest.raises(BadInput, match="not a run's folder"):
+        grpo.main([*SMALL, "--out", str(foreign), "--overwrite"])
+    assert (foreign / "chapter1.tex").exists()
+
+
+def test_overwrite_starts_again(tmp_path):
+    for _ in range(2):
+        grpo.main([*SMALL, "--steps", "1", "--out", str(tmp_path / "run"), "--overwrite"])
+    assert len(read(tmp_path / "run" / "metrics.jsonl")) == 1
+
+
+@pytest.mark.parametrize("argv, word", [
+    (["somewhere"], "no finished run"), (["--samples", "2"], "temperature"), (["--samples", "0"], "samples"),
+    (["--split", "dev"], "dev")])
+def test_bad_input_to_evaluate(argv, word):
+    with pytest.raises(BadInput, match=word):
+        evaluate.main(argv)
+
+
+def test_every_option_has_a_help_text_and_the_named_ones_exist():
+    names = {field.name for field in dataclasses.fields(train.Config)}
+    assert all(field.metadata["help"] for field in dataclasses.fields(train.Config))
+    assert {"seed", "steps", "out", "env", "model", "group", "tasks", "lr", "bits", "lora_rank", "max_turns", "history",
+            "temperature"} <= names
+
+
+def test_the_loop_names_no_algorithm():
+    for file in ("train.py", "learner.py", "rollout.py", "model.py", "runs.py"):
+        code = re.sub(r'""".*?"""', "", (ROOT / file).read_text(), flags=re.DOTALL).lower()
+        assert not re.search("grpo|dapo|gspo|ppo", code), file
+
+

@@ -1,0 +1,340 @@
+"""The training loop: sample groups of episodes, turn rewards into advantages, step, evaluate, save.
+
+    from train import Config, parse, train
+
+It knows no algorithm. An algorithm's file hands in its loss, its advantages and, where it has them, its own way to
+fill a batch (`collect`) and to shape rewards. One step:
+
+    groups of one task and seed each  ->  episodes (rollout.py)  ->  rewards_N, advantages_N  ->  rows, micro-batches
+    ->  log-probs (model.py)  ->  loss shares that add up to the batch's loss  ->  one optimizer step per mini-batch
+
+Every random draw is a function of (seed, step): which tasks, the episodes' seeds, the sampling. So a run that is
+resumed from its checkpoint goes on as if it had never stopped.
+
+What a run writes is in runs.py; what happens between episodes and an optimizer step is in learner.py.
+"""
+import os
+import random
+import sys
+import time
+from dataclasses import dataclass, field
+
+from envs import BadInput
+
+
+def option(default, help_text):
+    """A field of Config with its help text."""
+    how = {"default_factory": lambda: list(default)} if isinstance(default, list) else {"default": default}
+    return field(**how, metadata={"help": help_text})
+
+
+@dataclass
+class Config:
+    # What is trained on what
+    env: str = option("keydoor", "environment: a file name in envs/, or your_module:YourEnv")
+    env_options: list[str] = option([], "options of the environment, as key=value key=value")
+    tasks: list[str] = option([], "only these tasks, by name or by full id (default: all)")
+    model: str = option("tiny", "a model on the hub, a folder, or tiny (built in)")
+    adapter: str = option("", "start from this LoRA adapter (a folder in PEFT's format)")
+    bits: int = option(0, "weights of the base model: 4 (NF4), 16 (bf16), 32 (fp32); 0: bf16 on a GPU, else fp32")
+    lora_rank: int = option(16, "rank of the LoRA adapter (alpha is twice that)")
+    # How long, where to
+    seed: int = option(0, "seed of everything random")
+    steps: int = option(40, "training steps: batches of episodes")
+    out: str = option("", "the run's folder (default: runs/<env>__<algo>__<enrich>__<seed>)")
+    resume: bool = option(False, "go on from the checkpoint in the run's folder")
+    overwrite: bool = option(False, "delete what is in the run's folder first")
+    # A batch
+    tasks_per_step: int = option(8, "groups per step, one task each")
+    group: int = option(8, "episodes per group")
+    minibatches: int = option(1, "optimizer steps per batch of episodes; with 1, every update is on-policy")
+    micro_batch_tokens: int = option(8192, "padded tokens in one forward pass; the result does not depend on it")
+    # Episodes
+    max_turns: int = option(0, "turns per episode at most (0: the environment's own limit)")
+    max_new_tokens: int = option(32, "tokens per turn at most")
+    max_context: int = option(2048, "tokens of prompt and action at most")
+    history: str = option("full", "full: the whole conversation; window:N: past actions and the last N observations")
+    temperature: float = option(1.0, "sampling temperature, in the log-probs too")
+    thinking: bool = option(False, "let a model that can think do so (chat templates with enable_thinking)")
+    num_envs: int = option(64, "episodes played at the same time")
+    # Optimizer
+    lr: float = option(1e-3, "learning rate (1e-3 suits tiny; the papers use 1e-6 for full weights, LoRA wants 1e-5 to 1e-4)")
+    max_grad_norm: float = option(1.0, "gradients are clipped to this norm")
+    optimizer: str = option("adamw", "adamw or paged_adamw_8bit")
+    gradient_checkpointing: bool = option(False, "recompute activations in the backward pass: slower, less memory")
+    # Warm start
+    warm_start: str = option("", "supervised training before step 1, on random (admissible play) or gold (known solutions)")
+    warm_start_steps: int = option(16, "optimizer steps of the warm start")
+    warm_start_batch: int = option(16, "episodes per optimizer step of the warm start")
+    warm_start_lr: float = option(5e-4, "learning rate of the warm start")
+    # Evaluation and logs
+    eval_every: int = option(10, "evaluate on valid tasks of the standard environment every so many steps (0: never)")
+    eval_episodes: int = option(64, "tasks per evaluation, the same ones each time")
+    eval_temperature: float = option(0.0, "temperature of evaluations (0: greedy)")
+    save_every: int = option(10, "checkpoint every so many steps; the last step always")
+    tensorboard: bool = option(False, "write TensorBoard files into the run's folder too")
+
+
+def parse(config_class, argv=None, description=None):
+    """The command line -> a checked config. Raises BadInput with one line; `--help` prints and leaves."""
+    from transformers.hf_argparser import HfArgumentParser
+
+    parser = HfArgumentParser(config_class, description=description, allow_abbrev=False)
+
+    def refuse(message):
+        raise BadInput(f"{message} (see --help)")
+
+    parser.error = refuse
+    config, unknown = parser.parse_args_into_dataclasses(args=argv, return_remaining_strings=True)
+    if unknown:
+        refuse(f"unknown option {' '.join(unknown)}")
+    check(config)
+    return config
+
+
+def check(config):
+    """Refuse what cannot work, before anything is loaded or written."""
+    at_least = {"steps": 1, "group": 2, "tasks_per_step": 1, "minibatches": 1, "micro_batch_tokens": 1, "lora_rank": 1,
+                "max_turns": 0, "max_new_tokens": 1, "max_context": 2, "num_envs": 1, "eval_every": 0,
+                "eval_episodes": 1, "save_every": 1, "warm_start_steps": 1, "warm_start_batch": 1}
+    for name, least in at_least.items():
+        if getattr(config, name) < least:
+            why = ": an advantage compares the episodes of a group" if name == "group" else ""
+            raise BadInput(f"--{name.replace('_', '-')} must be at least {least}, got {getattr(config, name)}{why}")
+    for name in ("lr", "max_grad_norm", "warm_start_lr"):
+        if not getattr(config, name) > 0:
+            raise BadInput(f"--{name.replace('_', '-')} must be above 0, got {getattr(config, name)}")
+    for name in ("temperature", "eval_temperature"):
+        if getattr(config, name) < 0:
+            raise BadInput(f"--{name.replace('_', '-')} must be 0 (greedy) or above, got {getattr(config, name)}")
+    choices = {"bits": (0, 4, 16, 32), "optimizer": ("adamw", "paged_adamw_8bit"), "warm_start": ("", "random", "gold")}
+    for name, allowed in choices.items():
+        if getattr(config, name) not in allowed:
+            raise BadInput(f"--{name.replace('_', '-')} must be one of {', '.join(str(a) or 'nothing' for a in allowed)}, "
+                           f"got {getattr(config, name)}")
+    if config.history != "full" and not (config.history.startswith("window:") and config.history[7:].isdigit()
+                                         and int(config.history[7:])):
+        raise BadInput(f"--history must be full or window:N, got {config.history!r}")
+    if config.resume and config.overwrite:
+        raise BadInput("--resume and --overwrite exclude each other")
+
+
+def everything(sample, num_groups):
+    """The plain way to fill a batch: sample once, keep all."""
+    return sample(num_groups)
+
+
+def train(config, algorithm, loss, advantages, *, clip, use_reference=False, sequence_ratio=False, collect=everything,
+          shape_rewards=lambda rewards_N, lengths_N: rewards_N):
+    """Run it; returns the run's folder.
+
+    loss(batch) -> this micro-batch's share of the loss; batch has logp_BT, old_logp_BT, ref_logp_BT (None without
+    `use_reference`), mask_BT, advantages_B, lengths_B, num_trajectories, num_tokens (both of the whole mini-batch).
+    advantages(rewards_N, groups_N) -> advantages_N. clip: (below, above) 1, for the metric clip_fraction, which is over
+    tokens or, with `sequence_ratio`, over rows. collect(sample, num_groups) -> the groups to train on.
+    shape_rewards(rewards_N, lengths_N) -> rewards_N that the advantages see; metrics keep the environment's own.
+    """
+    import torch
+    from tqdm import tqdm
+
+    from envs import make_env, parse_options
+    from evaluate import evaluate, fixed_tasks, table
+    from learner import update
+    from model import freeze_reference, make_optimizer
+    from rollout import rollout, sampler
+    from runs import append, draw_curve, record, run_folder, save_checkpoint
+
+    if config.temperature == 0:
+        raise BadInput("training needs --temperature above 0: greedy episodes of a group are all alike")
+    options = parse_options(config.env_options)
+    tasks = tasks_of(config, options)
+    num_envs = min(config.num_envs, config.tasks_per_step * config.group)
+    envs = [make_env(config.env, options) for _ in range(num_envs)]
+    with run_folder(config, algorithm) as (folder, first_step):
+        fresh = first_step == 1
+        model, chat = load_policy(config, options, None if fresh else str(folder / "checkpoint"))
+        limits = {"max_turns": config.max_turns or envs[0].max_turns, "max_new_tokens": config.max_new_tokens,
+                  "max_context": config.max_context, "history": config.history}
+        act = sampler(model, chat, temperature=config.temperature, max_new_tokens=config.max_new_tokens)
+        test_act = sampler(model, chat, temperature=config.eval_temperature, max_new_tokens=config.max_new_tokens)
+
+        def test(step, split, policy="trained"):
+            torch.manual_seed(config.seed)
+            result = evaluate(test_act, chat, envs, fixed_tasks(tasks[split], config.eval_episodes), **limits)
+            append(folder / "evaluations.jsonl", {"step": step, "split": split, "policy": policy, **result})
+            return result
+
+        if fresh and config.warm_start:
+            warm_up(config, model, chat, options, tasks["train"], limits)
+        if fresh and use_reference and (config.warm_start or config.adapter):
+            freeze_reference(model)
+        optimizer = make_optimizer(model, config.lr, config.optimizer)
+        if not fresh:
+            optimizer.load_state_dict(torch.load(folder / "checkpoint" / "optimizer.pt", weights_only=True))
+        board = tensorboard(folder) if config.tensorboard else None
+        success = test(0, "valid")["success"] if config.eval_every and fresh else None
+
+        bar = tqdm(range(first_step, config.steps + 1), initial=first_step - 1, total=config.steps, disable=None)
+        for step in bar:
+            started, played = time.perf_counter(), []
+            requests_of = group_requests(config, step, tasks["train"])
+
+            def sample(num_groups):
+                new = rollout(act, chat, envs, requests_of(num_groups), **limits)
+                played.extend(new)
+                return [new[n:n + config.group] for n in range(0, len(new), config.group)]
+
+            torch.manual_seed(random.Random(f"sampling {config.seed} {step}").randrange(2 ** 31))
+            groups = collect(sample, config.tasks_per_step)
+            batch = [trajectory for group in groups for trajectory in group]
+            played_at = time.perf_counter()
+
+            rewards_N = torch.tensor([t.reward for t in batch], dtype=torch.float64)
+            lengths_N = torch.tensor([t.length for t in batch])
+            groups_N = torch.tensor([t.group for t in batch])
+            advantages_N = advantages(shape_rewards(rewards_N, lengths_N), groups_N)
+            try:
+                stats = update(model, optimizer, batch, advantages_N, loss, pad_id=chat.pad_id, clip=clip, seed=step,
+                               temperature=config.temperature, minibatches=config.minibatches,
+                               micro_batch_tokens=config.micro_batch_tokens, use_reference=use_reference,
+                               sequence_ratio=sequence_ratio, max_grad_norm=config.max_grad_norm,
+                               gradient_checkpointing=config.gradient_checkpointing)
+            except FloatingPointError as error:
+                raise BadInput(f"step {step}: {error}; the checkpoint in {folder} stands: --resume with a lower --lr") from error
+            metrics = {"step": step, **episode_metrics(played, config.group), "groups": len(groups), **stats,
+                       **speed(played, batch, played_at - started, time.perf_counter() - played_at)}
+            append(folder / "metrics.jsonl", metrics)
+            for trajectory in played:
+                append(folder / "rollouts.jsonl", record(step, trajectory))
+            if config.eval_every and step % config.eval_every == 0:
+                success = test(step, "valid")["success"]
+            if step % config.save_every == 0 or step == config.steps:
+                save_checkpoint(folder, model, optimizer, step)
+            bar.set_postfix(reward=f"{metrics['reward']:.2f}", success="-" if success is None else f"{success:.2f}")
+            if board:
+                for name, value in metrics.items():
+                    board.add_scalar(name, value, step)
+
+        with model.disable_adapter():
+            base = test(0, "test", policy="base")
+        final = test(config.steps, "test")
+        model.save_pretrained(folder / "adapter", selected_adapters=["default"])
+        draw_curve(folder)
+        if board:
+            board.close()
+    for env in envs:
+        env.close()
+    print("\n" + table(config.env, [("base model", base), (f"after {config.steps} steps", final)]))
+    print(f"{folder}/ holds curve.png, metrics.jsonl, evaluations.jsonl, rollouts.jsonl, adapter/")
+    return folder
+
+
+def tasks_of(config, options) -> dict[str, list[str]]:
+    """The tasks of each split. A full id in --tasks picks training tasks; evaluations take its name."""
+    from envs import select_tasks
+
+    names = [task.split("/")[0] for task in config.tasks]
+    return {split: select_tasks(config.env, split, config.tasks if split == "train" else names, options)
+            for split in ("train", "valid", "test")}
+
+
+def group_requests(config, step, tasks):
+    """`requests_of(n)` -> the episodes of the next n groups of this step: a task and a seed for each group, every
+    task once before any comes again."""
+    from rollout import Request
+
+    rng, order = random.Random(f"tasks {config.seed} {step}"), []
+
+    def requests_of(num_groups):
+        requests = []
+        for _ in range(num_groups):
+            group = requests_of.groups
+            requests_of.groups += 1
+            if group == len(order):
+                order.extend(rng.sample(tasks, len(tasks)))
+            seed = rng.randrange(2 ** 31)
+            requests += [Request(order[group], group, seed) for _ in range(config.group)]
+        return requests
+
+    requests_of.groups = 0
+    return requests_of
+
+
+def mean(values) -> float:
+    return float(sum(values)) / len(values) if values else 0.0
+
+
+def episode_metrics(played, group) -> dict:
+    """What docs/grpo.md explains: means over the episodes, turns or groups that were sampled."""
+    turns = [turn for t in played for turn in t.turns]
+    rewards = [{t.reward for t in played[n:n + group] if t.reward == t.reward} for n in range(0, len(played), group)]
+    return {"reward": mean([t.reward for t in played if t.reward == t.reward]),
+            "success": mean([t.success for t in played]), "enriched_fraction": mean([t.enriched for t in played]),
+            "groups_sampled": len(rewards), "dead_group_fraction": mean([len(values) < 2 for values in rewards]),
+            "turns": mean([len(t.turns) for t in played]), "tokens": mean([t.length for t in played]),
+            "valid_action_fraction": mean([turn.valid for turn in turns]),
+            "length_stop_fraction": mean([turn.stop == "length" for turn in turns]),
+            **{f"end_{end}": mean([t.end == end for t in played]) for end in sorted({t.end for t in played})}}
+
+
+def speed(played, batch, rollout_seconds, learn_seconds) -> dict:
+    """Seconds, the policy's own tokens per second, and memory."""
+    from runs import peak_memory
+
+    return {"rollout_seconds": rollout_seconds, "learn_seconds": learn_seconds,
+            "rollout_tokens_per_second": sum(t.length for t in played) / rollout_seconds,
+            "learn_tokens_per_second": sum(t.length for t in batch) / learn_seconds, "peak_memory_bytes": peak_memory()}
+
+
+def tensorboard(folder):
+    from torch.utils.tensorboard import SummaryWriter
+
+    return SummaryWriter(folder)
+
+
+def load_policy(config, options, checkpoint=None):
+    """(model with its adapter, Chat). What cannot be loaded is one line."""
+    from model import add_lora, load_adapter, load_model
+    from rollout import Chat
+
+    name = config.model
+    if name == "tiny":
+        from tiny import tiny
+        name = tiny(config.env, options, config.tasks)
+    try:
+        base, tokenizer = load_model(name, config.bits)
+        folder = checkpoint or config.adapter
+        model = load_adapter(base, folder) if folder else add_lora(base, config.lora_rank, seed=config.seed)
+        if checkpoint and os.path.isdir(os.path.join(checkpoint, "reference")):
+            model.load_adapter(os.path.join(checkpoint, "reference"), "reference")
+    except (OSError, ValueError, ImportError) as error:
+        raise BadInput(f"cannot load the model {config.model!r}: {str(error).strip().splitlines()[0]}") from error
+    if config.gradient_checkpointing:
+        base.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return model, Chat(tokenizer, config.thinking, base.generation_config.eos_token_id)
+
+
+def warm_up(config, model, chat, options, tasks, limits):
+    """Supervised steps on scripted play of training tasks, before step 1."""
+    from tqdm import tqdm
+
+    from envs import make_env
+    from warmstart import play, supervise
+
+    drawn = random.Random(f"warm start {config.seed}").choices(tasks, k=config.warm_start_steps * config.warm_start_batch)
+    rows = [row for t in play(lambda: make_env(config.env, options), chat, drawn, config.warm_start, seed=config.seed,
+                              **limits) for row in t.rows]
+    with tqdm(total=config.warm_start_steps, desc=f"warm start ({config.warm_start})", disable=None) as bar:
+        supervise(model, rows, chat.pad_id, steps=config.warm_start_steps, batch=config.warm_start_batch,
+                  lr=config.warm_start_lr, seed=config.seed, micro_batch_tokens=config.micro_batch_tokens,
+                  gradient_checkpointing=config.gradient_checkpointing,
+                  progress=lambda step, loss: (bar.update(), bar.set_postfix(loss=f"{loss:.3f}")))
+
+
+def cli(main):
+    """Run a script's main: what the user can mend is one line on stderr and exit code 2."""
+    try:
+        main()
+    except BadInput as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)

@@ -1,0 +1,89 @@
+"""Warm start: supervised training on admissible play or on gold paths, masked to the actions.
+
+It is the agent-side alternative to enriching the environment (arXiv 2609.08404 compares with it in spirit), and what
+a small model needs before its actions parse at all. `random` teaches the format and not the way: every action is
+drawn from the admissible ones, and in half of the episodes the observation names it first, in the words of the
+environment's hints, so that the model learns to follow a hint. `gold` plays the environment's known solution.
+
+    python grpo.py --model DIR --warm-start random --warm-start-steps 16
+"""
+import random
+
+import torch
+
+from envs import BadInput, Env
+from learner import micro_batches, pad
+from model import token_logps
+from rollout import Request, rollout
+
+
+class Play(Env):
+    """An environment that also says what its scripted player does next, in `planned`."""
+
+    def __init__(self, env, kind: str, named_share: float):
+        self.env, self.kind, self.named_share, self.planned = env, kind, named_share, None
+
+    def reset(self, *, task, seed):
+        self.rng = random.Random(f"play {task} {seed}")
+        self.named = self.kind == "random" and self.rng.random() < self.named_share
+        observation, info = self.env.reset(task=task, seed=seed)
+        self.system_prompt = self.env.system_prompt
+        observation = self._plan(observation, info)
+        if self.planned is None:
+            raise BadInput(f"the environment knows no gold actions for {task}; use --warm-start random")
+        return observation, info
+
+    def step(self, action):
+        observation, reward, terminated, truncated, info = self.env.step(action)
+        if not (terminated or truncated):
+            observation = self._plan(observation, info)
+        return observation, reward, terminated, truncated or self.planned is None, info
+
+    def _plan(self, observation, info):
+        if self.kind == "gold":
+            self.planned = self.env.gold_action()  # None where the known solution is at its end: then stop
+            return observation
+        admissible = info.get("admissible") or self.env.admissible_actions()
+        if not admissible:
+            raise BadInput("this environment lists no admissible actions; use --warm-start gold")
+        self.planned = self.rng.choice(admissible)
+        return f"{observation}\n{self.env.phrase([self.planned])}" if self.named else observation
+
+
+def play(make_env, chat, tasks, kind: str, *, seed: int, max_turns: int, named_share: float = 0.5, **limits):
+    """One scripted episode per task -> trajectories, their rows recorded as in `rollout`."""
+    if kind not in ("random", "gold"):
+        raise BadInput(f"warm start must be random or gold, got {kind!r}")
+    end_id = chat.tokenizer.eos_token_id
+    env = Play(make_env(), kind, named_share)
+
+    def act(prompts):  # one environment, so one prompt at a time
+        return [[*chat.text_ids(env.planned), end_id]]
+
+    return rollout(act, chat, [env], [Request(task, seed=seed + n) for n, task in enumerate(tasks)],
+                   max_turns=max_turns, **limits)
+
+
+def supervise(model, rows, pad_id, *, steps: int, batch: int, lr: float, seed: int, micro_batch_tokens: int = 8192,
+              gradient_checkpointing: bool = False, progress=lambda step, loss: None):
+    """Minimise the mean negative log-prob of the masked tokens over random batches of rows; returns the last loss."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(parameters, lr=lr, weight_decay=0.0)
+    rng, value = random.Random(f"supervise {seed}"), 0.0
+    model.train(gradient_checkpointing)
+    for step in range(1, steps + 1):
+        for group in optimizer.param_groups:
+            group["lr"] = lr * min(1.0, step / 10, (steps + 1 - step) / (0.3 * steps))  # a short rise, a fall at the end
+        drawn = rng.sample(rows, min(batch, len(rows)))
+        tokens, value = sum(sum(row.mask) for row in drawn), 0.0
+        optimizer.zero_grad(set_to_none=True)
+        for pairs in micro_batches([(row, None) for row in drawn], micro_batch_tokens):
+            ids_BT, mask_BT = pad([row for row, _ in pairs], pad_id, model.device)
+            loss = -token_logps(model, ids_BT, mask_BT)[0].sum() / tokens
+            loss.backward()
+            value += loss.item()
+        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+        optimizer.step()
+        progress(step, value)
+    model.eval()
+    return value
