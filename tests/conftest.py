@@ -25,7 +25,8 @@ from rollout import Chat  # noqa: E402
 
 WORDS = ["you see a door . key go wait win lose stop play : action 1 2 3 4 5 6 7 8 9 alpha beta gamma delta epsilon",
          KeyDoor.system_prompt, "take the key", "unlock", "open door", "say impossible", "commands : |", "hint , then",
-         "taken unlocked opened right the alarm rings that is not a command you are in the house", *METALS, *COLOURS, *HOUSES]
+         "taken unlocked opened right the alarm rings that is not a command you are in the house",
+         *METALS, *COLOURS, *HOUSES]
 
 
 def tiny_qwen3(vocab, end=2, pad=0, seed=0, **more):
@@ -200,7 +201,6 @@ def qwen3_model(qwen3):
 @pytest.fixture(scope="session")
 def smollm2():
     """The folder of a real instruct model (see smollm2.py)."""
-    pytest.importorskip("gguf")
     from smollm2 import smollm2 as fetch
     try:
         return fetch()

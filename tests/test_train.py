@@ -96,11 +96,12 @@ def test_the_result_does_not_depend_on_the_number_of_environments_or_the_micro_b
 
 
 def test_kl_to_the_reference_is_zero_before_the_first_update(tmp_path):
-    grpo.main([*SMALL, "--out", str(tmp_path / "run"), "--beta", "0.1", "--warm-start", "gold", "--warm-start-steps", "2"])
+    argv = [*SMALL, "--out", str(tmp_path / "run"), "--beta", "0.1", "--env-options", "stages=1", "commands=3"]
+    grpo.main([*argv, "--warm-start", "gold", "--warm-start-steps", "2"])
     first, second = metrics(tmp_path / "run")
     assert abs(first["kl_reference"]) < 1e-9 < second["kl_reference"]
     assert (tmp_path / "run" / "checkpoint" / "reference" / "adapter_model.safetensors").exists()
-    grpo.main([*SMALL, "--out", str(tmp_path / "run"), "--beta", "0.1", "--steps", "3", "--resume"])
+    grpo.main([*argv, "--steps", "3", "--resume"])
     assert metrics(tmp_path / "run")[-1]["kl_reference"] > second["kl_reference"] / 10
 
 
