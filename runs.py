@@ -1,5 +1,7 @@
 """A run's folder: what is written while training, and how it is read back.
 
+    python runs.py curve.png runs/keydoor__grpo__none__*       # several runs in one picture
+
     runs/<env>__<algo>__<enrich>__<seed>/
         config.json         options, versions, commit
         metrics.jsonl       one line a step              rollouts.jsonl      one line an episode
@@ -132,23 +134,35 @@ def peak_memory() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
-def draw_curve(folder):
-    """curve.png: training reward and hint-free success over steps."""
+def draw_curve(folders, path):
+    """Training reward and hint-free success over steps: one run with its intervals, or several laid over each other."""
     import matplotlib
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    metrics, evaluations = read(folder / "metrics.jsonl"), read(folder / "evaluations.jsonl")
-    figure, axes = pyplot.subplots(figsize=(6, 3.6))
-    axes.plot([row["step"] for row in metrics], [row["reward"] for row in metrics], color="0.6", label="training reward")
-    for split, marker, colour in (("valid", "o-", "C0"), ("test", "s", "C3")):
-        rows = [row for row in evaluations if row["split"] == split]
-        if rows:
-            low, high = ([abs(row["success"] - row["interval"][side]) for row in rows] for side in (0, 1))
-            axes.errorbar([row["step"] for row in rows], [row["success"] for row in rows], [low, high], fmt=marker,
-                          color=colour, capsize=2, label=f"success, {split} tasks (95 %)")
-    axes.set(xlabel="training step", ylim=(-0.02, 1.02), title=folder.name)
+    figure, axes = pyplot.subplots(figsize=(6.4, 3.6))
+    for number, folder in enumerate(map(Path, folders)):
+        metrics, evaluations = read(folder / "metrics.jsonl"), read(folder / "evaluations.jsonl")
+        colour, name = f"C{number}", folder.name if len(folders) > 1 else ""
+        axes.plot([row["step"] for row in metrics], [row["reward"] for row in metrics], color=colour, alpha=0.25,
+                  label=None if name else "training reward")
+        for split, marker in (("valid", "o-"), ("test", "s")):
+            rows = [row for row in evaluations if row["split"] == split and row["policy"] == "trained"]
+            if rows:
+                errors = [[abs(row["success"] - row["interval"][side]) for row in rows] for side in (0, 1)]
+                axes.errorbar([row["step"] for row in rows], [row["success"] for row in rows], None if name else errors,
+                              fmt=marker, color=colour, markersize=4, capsize=2,
+                              label=f"success, {split} tasks (95 %)" if not name else name if split == "valid" else None)
+    axes.set(xlabel="training step", ylim=(-0.02, 1.02), ylabel="success without hints" if len(folders) > 1 else "",
+             title="" if len(folders) > 1 else Path(folders[0]).name)
     axes.legend(fontsize=8)
     figure.tight_layout()
-    figure.savefig(folder / "curve.png", dpi=120)
+    figure.savefig(path, dpi=120)
     pyplot.close(figure)
+
+
+if __name__ == "__main__":
+    if len(sys.argv) < 3 or not sys.argv[1].endswith(".png") or not all(map(os.path.isdir, sys.argv[2:])):
+        print("error: usage: python runs.py PICTURE.png RUN...", file=sys.stderr)
+        sys.exit(2)
+    draw_curve(sys.argv[2:], sys.argv[1])

@@ -13,10 +13,12 @@ resumed from its checkpoint goes on as if it had never stopped.
 
 What a run writes is in runs.py; what happens between episodes and an optimizer step is in learner.py.
 """
+import logging
 import os
 import random
 import sys
 import time
+import warnings
 from dataclasses import dataclass, field
 
 from envs import BadInput
@@ -219,7 +221,7 @@ def train(config, algorithm, loss, advantages, *, clip, use_reference=False, seq
             base = test(0, "test", policy="base")
         final = test(config.steps, "test")
         model.save_pretrained(folder / "adapter", selected_adapters=["default"])
-        draw_curve(folder)
+        draw_curve([folder], folder / "curve.png")
         if board:
             board.close()
     for env in envs:
@@ -333,6 +335,8 @@ def warm_up(config, model, chat, options, tasks, limits):
 
 def cli(main):
     """Run a script's main: what the user can mend is one line on stderr and exit code 2."""
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # says on every start that CPU kernels are not there
+    warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing")  # peft's use of an old name
     try:
         main()
     except BadInput as error:
