@@ -21,7 +21,7 @@ CHAT_TEMPLATE = ("{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['cont
 # Two layers, not four: copying a listed command, all that the warm start teaches, came in half the time.
 SHAPE = {"hidden_size": 192, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 6,
          "num_key_value_heads": 3, "head_dim": 32, "max_position_embeddings": 4096, "tie_word_embeddings": True}
-RECIPE = {"episodes": 10_000, "steps": 1000, "batch": 12, "lr": 3e-3}
+RECIPE = {"episodes": 10_000, "steps": 1800, "batch": 12, "lr": 3e-3}
 # The game's play: short and long, few and many commands, every house; wrong commands do not end it.
 KEYDOOR = [{"stages": stages, "commands": commands, "families": 8, "colours": 8, "practice": True}
            for stages, commands in ((6, 3), (6, 4), (6, 5), (4, 6), (4, 8))]

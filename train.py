@@ -42,12 +42,12 @@ class Config:
     lora_rank: int = option(16, "rank of the LoRA adapter (alpha is twice that)")
     # How long, where to
     seed: int = option(0, "seed of everything random")
-    steps: int = option(40, "training steps: batches of episodes")
+    steps: int = option(100, "training steps: batches of episodes")
     out: str = option("", "the run's folder (default: runs/<env>__<algo>__<enrich>__<seed>)")
     resume: bool = option(False, "go on from the checkpoint in the run's folder")
     overwrite: bool = option(False, "delete what is in the run's folder first")
     # A batch
-    tasks_per_step: int = option(8, "groups per step, one task each")
+    tasks_per_step: int = option(16, "groups per step, one task each")
     group: int = option(8, "episodes per group")
     minibatches: int = option(1, "optimizer steps per batch of episodes; with 1, every update is on-policy")
     micro_batch_tokens: int = option(8192, "padded tokens in one forward pass; the result does not depend on it")
@@ -58,7 +58,7 @@ class Config:
     history: str = option("full", "full: the whole conversation; window:N: past actions and the last N observations")
     temperature: float = option(1.0, "sampling temperature, in the log-probs too")
     thinking: bool = option(False, "let a model that can think do so (chat templates with enable_thinking)")
-    num_envs: int = option(64, "episodes played at the same time")
+    num_envs: int = option(128, "episodes played at the same time")
     # Optimizer
     lr: float = option(1e-3, "learning rate (1e-3 suits tiny; the papers use 1e-6 for full weights, LoRA wants 1e-5 to 1e-4)")
     max_grad_norm: float = option(1.0, "gradients are clipped to this norm")

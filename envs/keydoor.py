@@ -75,7 +75,7 @@ class KeyDoor(Env):
 
     system_prompt = "Open every door. Answer with one command."
 
-    def __init__(self, stages: int = 3, commands: int = 4, families: int = 1, colours: int = 4, impossible: float = 0.0625,
+    def __init__(self, stages: int = 3, commands: int = 4, families: int = 1, colours: int = 2, impossible: float = 0.0625,
                  practice: bool = False):
         check(stages, commands, families, colours, impossible)
         self.options = (stages, commands, families, colours, impossible)
@@ -83,7 +83,7 @@ class KeyDoor(Env):
         self.stage, self.over = 0, True
 
     @classmethod
-    def tasks(cls, split, stages=3, commands=4, families=1, colours=4, impossible=0.0625, practice=False):
+    def tasks(cls, split, stages=3, commands=4, families=1, colours=2, impossible=0.0625, practice=False):
         check(stages, commands, families, colours, impossible)
         if split not in SPLITS:
             raise BadInput(f"keydoor has no split {split!r}: use train, valid or test")
