@@ -42,7 +42,7 @@ class Config:
     lora_rank: int = option(16, "rank of the LoRA adapter (alpha is twice that)")
     # How long, where to
     seed: int = option(0, "seed of everything random")
-    steps: int = option(100, "training steps: batches of episodes")
+    steps: int = option(60, "training steps: batches of episodes")
     out: str = option("", "the run's folder (default: runs/<env>__<algo>__<enrich>__<seed>)")
     resume: bool = option(False, "go on from the checkpoint in the run's folder")
     overwrite: bool = option(False, "delete what is in the run's folder first")
