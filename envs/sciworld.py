@@ -69,7 +69,7 @@ class _Java:
             raise BadInput("environment 'sciworld' needs the package 'scienceworld': pip install scienceworld") from error
         options = ["-XX:+UnlockExperimentalVMOptions", "-XX:hashCode=2"]
         if not {"JAVA_TOOL_OPTIONS", "JDK_JAVA_OPTIONS"} & set(os.environ):     # ours would override the user's own
-            options += ["-Xmx2g", "-XX:+UseSerialGC"]                           # enough for 64 instances
+            options += ["-Xmx4g", "-XX:+UseSerialGC"]                           # a cap; 64 instances need 2 GB
         try:
             port, self.process = launch_gateway(classpath=JAR_PATH, cwd=BASEPATH, die_on_exit=True, return_proc=True,
                                                 javaopts=options)
