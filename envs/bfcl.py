@@ -1,0 +1,423 @@
+"""BFCL v3, multi-turn: a user asks several things in turn, and the agent calls Python-like functions.
+
+Data, function documents and the eight back-end classes (a file system, a car, a broker, ...) are those of the
+package `bfcl-eval`. Flow: user message -> the model's calls -> their results -> more calls -> ... -> an output
+without a call ends the user turn, and the next user message comes. 800 tasks: categories base, miss_func (a
+function stays hidden until a later turn), miss_param (a parameter comes a turn later) and long_context
+(bulky results), 200 each; the same index is the same underlying task in all four.
+
+Reward: 1.0 at the end iff every user turn with ground truth passed both official checks, else 0.0.
+  state     every public attribute of every instance equals that of a run of the ground truth
+  response  each ground-truth result of this turn is among the model's results so far (multiset, any order)
+Turns with empty ground truth (the right act is to ask, not to call) are not scored by the benchmark; info counts
+them: `abstain_turns` seen so far, and `abstained`, those of them that ended with no call executed. Three of the
+203 in each miss_* category (indices 167 and 180, last turns) are gaps in the data; base and long_context have them too.
+
+The model's text is parsed, never executed: `ast.parse` (or JSON), literal arguments, the method looked up by
+name. Differences from the official harness (bfcl-eval 2026.3.23):
+ 1. A malformed call (text that starts like one but does not parse) is an invalid action: it says why, counts as
+    one of the 20 steps, and the turn goes on. Officially, what does not parse ends the turn, as prose does here.
+ 2. Arguments must be literals. Officially a bare name becomes a string, arithmetic is evaluated, and a nested
+    call runs. Text over 10,000 characters after thinking is invalid.
+ 3. Positional arguments count, as in the ground truth. Officially the ground truth's count, the model's are lost.
+ 4. Only the task's functions are callable. Officially, the model's text also reaches Python's built-ins.
+ 5. Each episode has its own instances. Officially they live in a module's globals under the model's name, and
+    long_context's extra credit cards and bookings are the same objects in all of them.
+ 6. An exponent, precision or number of decimal places beyond 1,000 is refused: one such call can hang a worker.
+ 7. The prompt's words are ours, and results come as `function -> result` lines. In the native format the
+    functions added by miss_func are written into the message: `tools` stays, so the prompt only ever grows.
+As officially, a hidden function is undocumented, not blocked: a call of it runs.
+
+Hints follow FEE (arXiv 2609.08404). Guidance is the first ground-truth call of a user turn; ours in addition is
+`guidance="next"`: the first call not yet made, at any step. Enrichment explains what the last calls did.
+"""
+import ast
+import copy
+import functools
+import hashlib
+import importlib
+import inspect
+import json
+import re
+from collections import Counter
+from pathlib import Path
+from typing import NamedTuple
+
+from envs import BadInput, Env
+
+CATEGORIES = ("base", "miss_func", "miss_param", "long_context")
+TASKS_PER_CATEGORY = 200
+MAX_STEPS = 20          # model outputs in one user turn; one more fails the episode
+MAX_CHARS = 10_000      # of one output, thinking not counted; the longest ground-truth turn has 6,908
+MAX_LISTED = 40         # names in an enriched directory listing: long_context fills directories with hundreds
+COSTLY = {"power": "exponent", "logarithm": "precision", "square_root": "precision", "round_number": "decimal_places"}
+JSON_TYPES = {"dict": "object", "float": "number", "tuple": "array", "list": "array", "any": "string"}
+
+SYSTEM_PROMPT = """You help a user by calling functions. Each message asks for something: call what it takes, \
+look at the results, and go on until it is done. Then answer with a sentence and no call, which ends your turn. \
+Do the same, saying what is missing, when no function fits or when a required value is not known: never guess."""
+CALL_FORMAT = """
+
+To call functions, write one list of calls and nothing else, with literal values only:
+[first_function(name="value", count=2), second_function()]
+
+Functions (JSON, one a line):
+"""
+ADDED_FUNCTIONS = "You can now also use these functions (JSON, one a line):\n{}\nPlease try again."
+
+
+class InvalidAction(Exception):
+    """The model tried to call a function, but what it wrote is no call."""
+
+
+class Call(NamedTuple):
+    name: str
+    args: tuple
+    kwargs: dict
+
+
+@functools.cache
+def load_data() -> tuple[dict, dict, dict]:
+    """The package's tables, read once and never changed: task id -> entry, class name -> function documents,
+    class name -> class. Raises BadInput where the package or a file of it is missing."""
+    try:
+        config = importlib.import_module("bfcl_eval.constants.executable_backend_config")
+        data = Path(config.__file__).parents[1] / "data"
+        read = lambda path: [json.loads(line) for line in path.read_text(encoding="utf-8").strip().split("\n")]
+        entries, used = {}, set()
+        for category in CATEGORIES:
+            name = f"BFCL_v4_multi_turn_{category}.json"          # JSON lines; v4 ships v3's multi-turn part
+            pairs = zip(read(data / name), read(data / "possible_answer" / name), strict=True)
+            for index, (entry, answer) in enumerate(pairs):
+                entries[f"{category}/{index}"] = entry | {"ground_truth": answer["ground_truth"]}
+                used.update(entry["involved_classes"])
+        documents = {name: read(data / "multi_turn_func_doc" / config.MULTI_TURN_FUNC_DOC_FILE_MAPPING[name])
+                     for name in sorted(used)}
+        classes = {name: getattr(importlib.import_module(config.CLASS_FILE_PATH_MAPPING[name]), name)
+                   for name in documents}
+    except (ImportError, OSError) as error:
+        raise BadInput(f"environment 'bfcl' lacks a part ({error}): "
+                       "pip install --no-deps -r envs/bfcl-requirements.txt") from error
+    return entries, documents, classes
+
+
+def make_instances(entry: dict, long_context: bool) -> dict:
+    """Fresh back ends in the task's order. The outer copy cuts the ties to the package's own tables (5)."""
+    classes, instances = load_data()[2], {}
+    for name in entry["involved_classes"]:
+        instance = classes[name]()
+        if hasattr(instance, "_load_scenario"):                   # MathAPI keeps no state
+            scenario = copy.deepcopy(entry["initial_config"].get(name, {}))
+            instance._load_scenario(scenario, long_context=long_context)
+        instances[name] = copy.deepcopy(instance)
+    return instances
+
+
+def public_methods(instances: dict) -> dict:
+    """Name -> bound method; where two classes share a name, the later class has it."""
+    return {name: method for instance in instances.values()
+            for name, method in inspect.getmembers(instance, inspect.ismethod) if not name.startswith("_")}
+
+
+def run_call(call: Call, methods: dict) -> str:
+    """The result as the official executor writes it. An unknown name or a failing method is a result too."""
+    if call.name not in methods:
+        return f"Error during execution: name '{call.name}' is not defined"
+    size = bound_arguments(call, methods).get(COSTLY[call.name], 0) if call.name in COSTLY else 0
+    if not (isinstance(size, (int, float)) and abs(size) <= 1000):
+        return f"Error during execution: {COSTLY[call.name]} must be a number between -1000 and 1000"
+    try:
+        result = methods[call.name](*call.args, **call.kwargs)
+        if type(result) is dict:
+            try:
+                return json.dumps(result)
+            except (TypeError, ValueError, RecursionError):       # mpmath numbers, for one
+                pass
+        return str(result)
+    except Exception as error:                                    # whatever a wrong argument makes a back end raise
+        return f"Error during execution: {error}"
+
+
+def bound_arguments(call: Call, methods: dict, defaults: bool = False) -> dict:
+    """Parameter name -> value; {} if the call does not fit the function's signature."""
+    try:
+        bound = inspect.signature(methods[call.name]).bind(*call.args, **call.kwargs)
+    except TypeError:
+        return {}
+    if defaults:
+        bound.apply_defaults()
+    return dict(bound.arguments)
+
+
+def parse_calls(text: str) -> list[Call]:
+    """`[f(a=1), g("x")]` as calls; a missing outer bracket is forgiven. [] means: no call, the turn is over.
+    Raises InvalidAction for what starts like a call and is none."""
+    text = text.strip("` \t\r\n")
+    looks_like_calls = re.match(r"\[|[^\W\d][\w.]*\(", text)
+    text = ("" if text.startswith("[") else "[") + text + ("" if text.endswith("]") else "]")
+    try:
+        nodes = ast.parse(text, mode="eval").body
+        if not isinstance(nodes, ast.List):
+            raise InvalidAction("expected one list of calls")
+        return [_literal_call(node) for node in nodes.elts]
+    except (InvalidAction, SyntaxError, ValueError, TypeError, RecursionError, MemoryError) as error:
+        if not looks_like_calls:
+            return []
+        reason = error if isinstance(error, InvalidAction) else "it does not parse, or an argument is no literal value"
+        raise InvalidAction(reason) from error
+
+
+def _literal_call(node: ast.AST) -> Call:
+    if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name):
+        raise InvalidAction("every item of the list must be a call of a function by its name")
+    names = [keyword.arg for keyword in node.keywords]
+    if None in names or len(set(names)) < len(names):
+        raise InvalidAction(f"an argument of {node.func.id} is given twice, or with stars")
+    return Call(node.func.id, tuple(ast.literal_eval(value) for value in node.args),
+                {keyword.arg: ast.literal_eval(keyword.value) for keyword in node.keywords})
+
+
+def parse_tool_calls(text: str) -> list[Call]:
+    """`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, any number of them; [] means: no call."""
+    blocks = re.findall(r"<tool_call>(.*?)</tool_call>", text, re.DOTALL)
+    if len(blocks) != text.count("<tool_call>"):
+        raise InvalidAction("a <tool_call> is not closed")
+    calls = []
+    for block in blocks:
+        try:
+            call = json.loads(block)
+            arguments = call["arguments"]
+            arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
+            calls.append(Call(call["name"] + "", (), {**arguments}))
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
+            raise InvalidAction('a tool call must be {"name": "...", "arguments": {...}}') from error
+    return calls
+
+
+def same_state(instances: dict, gold_instances: dict) -> bool:
+    """The official state check: equal public attributes, class by class."""
+    return all(getattr(instances[name], key) == value for name, gold in gold_instances.items()
+               for key, value in vars(gold).items() if not key.startswith("_"))
+
+
+def json_schema(document):
+    """A function document's parameters with JSON Schema's type names (the documents say dict, float, ...)."""
+    if isinstance(document, dict):
+        return {key: JSON_TYPES.get(value, value) if key == "type" and isinstance(value, str) else json_schema(value)
+                for key, value in document.items()}
+    return [json_schema(item) for item in document] if isinstance(document, list) else document
+
+
+class BFCL(Env):
+    """Options: `format` "prompt" (a list of calls as text) or "native" (Hermes and Qwen tool calls), `guidance`
+    "first-call" or "next", and those of `tasks`.
+
+    After `reset`, `system_prompt` holds the task's instructions. In the native format they come without the
+    functions: the rollout passes `tools` (JSON schemas; None in the prompt format) to the chat template.
+    `info` has success, valid (parsed, and every function known), user_turn (from 1), abstain_turns, abstained.
+    """
+
+    tools: list[dict] | None = None
+
+    def __init__(self, format: str = "prompt", guidance: str = "first-call", classes: str | None = None,
+                 split_by: str = "domain"):
+        if format not in ("prompt", "native"):
+            raise BadInput(f"format must be prompt or native, not {format!r}")
+        if guidance not in ("first-call", "next"):
+            raise BadInput(f"guidance must be first-call or next, not {guidance!r}")
+        self.tasks("train", classes=classes, split_by=split_by)   # raises BadInput for what it does not know
+        self.format, self.guidance = format, guidance
+        self._done = True
+
+    @classmethod
+    def tasks(cls, split: str, classes: str | None = None, split_by: str = "domain", format: str = "prompt",
+              guidance: str = "first-call") -> list[str]:
+        """Ids `category/index`; the four categories of an index always share its split.
+
+        `split_by="domain"` is FEE's: indices 0-99 (each has the file system or the car) train, 100-199 (each has
+        the broker or travel) test. "index" draws the halves by a hash of the index. Of the first half, every
+        fifth is "valid" and not "train".
+        `classes` ("GorillaFileSystem" or "MathAPI,TravelAPI") keeps the tasks that involve no other class: 14,000
+        characters of prompt for one class against 22,000 in the median task. By domain, train and test share no
+        such task of one class, so that a split can be empty; use split_by="index" there.
+        `format` and `guidance` are accepted, but choose no task."""
+        if split not in ("train", "valid", "test"):
+            raise BadInput(f"unknown split {split!r}: use train, valid or test")
+        if split_by not in ("domain", "index"):
+            raise BadInput(f"split_by must be domain or index, not {split_by!r}")
+        entries, documents, _ = load_data()
+        wanted = set(str(classes).replace(" ", "").split(",")) if classes else set(documents)
+        if wanted - set(documents):
+            raise BadInput(f"unknown class {', '.join(sorted(wanted - set(documents)))}; "
+                           f"there are: {', '.join(documents)}")
+        order = list(range(TASKS_PER_CATEGORY))
+        if split_by == "index":
+            order.sort(key=lambda index: hashlib.sha256(f"bfcl {index}".encode()).digest())
+        half = TASKS_PER_CATEGORY // 2
+        indices = {"train": [index for rank, index in enumerate(order[:half]) if rank % 5 != 4],
+                   "valid": order[4:half:5], "test": order[half:]}[split]
+        return [task for category in CATEGORIES for task in (f"{category}/{index}" for index in sorted(indices))
+                if set(entries[task]["involved_classes"]) <= wanted]
+
+    def reset(self, *, task: str, seed: int) -> tuple[str, dict]:
+        """Nothing is drawn at random: `seed` changes nothing."""
+        entries, documents, _ = load_data()
+        if task not in entries:
+            raise BadInput(f"unknown task {task!r}: use category/index, such as base/17 or miss_func/103")
+        self._category, self._entry = task.split("/")[0], entries[task]
+        self._gold = [[parse_calls(text)[0] for text in turn] for turn in self._entry["ground_truth"]]
+        self._instances, self._gold_instances = (
+            make_instances(self._entry, self._category == "long_context") for _ in range(2))
+        self._methods, self._gold_methods = public_methods(self._instances), public_methods(self._gold_instances)
+        functions = [doc for name in self._entry["involved_classes"] for doc in documents[name]]
+        self._added = {int(turn): [doc for doc in functions if doc["name"] in names]
+                       for turn, names in self._entry.get("missed_function", {}).items()}
+        shown = [doc for doc in functions if not any(doc in docs for docs in self._added.values())]
+        if self.format == "native":
+            self.system_prompt = SYSTEM_PROMPT
+            self.tools = [{"type": "function", "function": {key: json_schema(doc[key]) for key in
+                                                            ("name", "description", "parameters")}} for doc in shown]
+        else:
+            self.system_prompt = SYSTEM_PROMPT + CALL_FORMAT + "\n".join(map(json.dumps, shown))
+        self._turn, self._passed, self._done, self._abstained = 0, True, False, 0
+        self._results = []
+        return self._start_turn(), self._info(valid=True)
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict]:
+        """One model output. Raises RuntimeError after the end."""
+        if self._done:
+            raise RuntimeError("the episode is over: call reset")
+        self._steps, self._last = self._steps + 1, []
+        text = action.rpartition("</think>")[2].partition("<think>")[0]
+        try:
+            if len(text) > MAX_CHARS:
+                raise InvalidAction(f"{len(text)} characters are too many")
+            calls = parse_tool_calls(text) if self.format == "native" else parse_calls(text)
+            if not calls:
+                return self._end_turn()
+            self._last = [(call, run_call(call, self._methods)) for call in calls]
+            valid = all(call.name in self._methods for call in calls)
+            shown = "<tool_response>\n{1}\n</tool_response>" if self.format == "native" else "{0} -> {1}"
+            observation = _encodable("\n".join(shown.format(call.name, result) for call, result in self._last))
+        except InvalidAction as error:
+            valid, observation = False, f"Invalid action: {error}. Nothing was run."
+        self._made += [call for call, _ in self._last]            # of this user turn
+        self._results += [result for _, result in self._last]     # of all user turns
+        if self._steps > MAX_STEPS:
+            self._done, self._passed = True, False
+            observation += f"\nMore than {MAX_STEPS} steps for one request: the conversation is over."
+        return observation, 0.0, self._done, False, self._info(valid)
+
+    def _start_turn(self) -> str:
+        """The user's message; where functions are added, that message."""
+        self._steps, self._made, self._last = 0, [], []
+        if self._turn in self._added:
+            return ADDED_FUNCTIONS.format("\n".join(map(json.dumps, self._added[self._turn])))
+        return "\n".join(message["content"] for message in self._entry["question"][self._turn])
+
+    def _end_turn(self):
+        """Run this turn's ground truth beside and check, as the official checker does after each turn."""
+        expected = [run_call(call, self._gold_methods) for call in self._gold[self._turn]]
+        if expected:
+            self._passed &= (bool(self._made) and same_state(self._instances, self._gold_instances)
+                             and not Counter(expected) - Counter(self._results))
+        else:
+            self._abstained += not self._made
+        self._done = self._turn == len(self._gold) - 1
+        if self._done:
+            return "The conversation is over.", float(self._passed), True, False, self._info(valid=True)
+        self._turn += 1
+        return self._start_turn(), 0.0, False, False, self._info(valid=True)
+
+    def _info(self, valid: bool) -> dict:
+        return {"success": self._done and self._passed, "valid": valid, "user_turn": self._turn + 1,
+                "abstain_turns": sum(not turn for turn in self._gold[:self._turn + 1]), "abstained": self._abstained}
+
+    def _left(self) -> list[Call]:
+        """This turn's ground-truth calls that were not made in it (same function, same arguments)."""
+        key = lambda call: (call.name, bound_arguments(call, self._methods, defaults=True) or call)
+        made, left = [key(call) for call in self._made if call.name in self._methods], []
+        for call in self._gold[self._turn]:
+            if key(call) in made:
+                made.remove(key(call))
+            else:
+                left.append(call)
+        return left
+
+    def _closing(self) -> str:
+        """What to say instead of a call. In a miss_* task only the first turn without ground truth lacks
+        something on purpose; a later one is, as in base, a gap in the data."""
+        gold = self._gold
+        if not gold[self._turn] and self._turn == gold.index([]) and self._category in ("miss_func", "miss_param"):
+            return ("A function that this needs is missing, and no available function fits."
+                    if self._category == "miss_func" else "Information that this needs is missing: please give it.")
+        return "Nothing is left to call for this request."
+
+    def action_guidance(self) -> str | None:
+        if self._done or (self.guidance == "first-call" and self._steps > 0):
+            return None
+        left = self._left()
+        if not left:
+            return f"Hint: do not call a function now, answer in words. {self._closing()}"
+        return f"Hint: a good next call is {self._write(left[:1])}"
+
+    def gold_action(self) -> str | None:
+        """All ground-truth calls that are left in this user turn, or the sentence that ends it."""
+        if self._done:
+            return None
+        left = self._left()
+        return self._write(left) if left else self._closing()
+
+    def _write(self, calls: list[Call]) -> str:
+        """Calls in the episode's format, every argument by its name."""
+        named = [(call.name, bound_arguments(call, self._methods)) for call in calls]
+        if self.format == "native":
+            return "\n".join("<tool_call>\n" + json.dumps({"name": name, "arguments": arguments}) + "\n</tool_call>"
+                             for name, arguments in named)
+        return "[" + ", ".join(f"{name}({', '.join(f'{key}={value!r}' for key, value in arguments.items())})"
+                               for name, arguments in named) + "]"
+
+    def observation_enrichment(self) -> str | None:
+        """Read from the state after the last calls; nothing here is seen by the checks."""
+        if self._done:
+            return None
+        notes = []
+        for call, result in self._last:
+            owner = getattr(self._methods.get(call.name), "__self__", None)
+            if type(owner).__name__ == "GorillaFileSystem":
+                notes += _describe_files(owner, call.name, result)
+            elif type(owner).__name__ == "VehicleControlAPI":
+                notes += _describe_car(owner, call.name, result)
+        return _encodable("\n".join(dict.fromkeys(notes))) or None
+
+
+def _describe_files(files, name: str, result: str) -> list[str]:
+    notes = [f"{name} returned nothing, which means that it worked."] if result in ("None", "{}") else []
+    notes.append(f"Current directory: {files.pwd()['current_working_directory']}")
+    if name in ("cd", "mkdir", "touch", "rm", "rmdir", "mv", "cp", "echo"):
+        names = list(files._current_dir.contents)
+        more = f" and {len(names) - MAX_LISTED} more" if len(names) > MAX_LISTED else ""
+        notes.append(f"It contains: {', '.join(names[:MAX_LISTED]) or 'nothing'}{more}")
+    return notes
+
+
+def _describe_car(car, name: str, result: str) -> list[str]:
+    notes = []
+    if name == "startEngine" and "error" in result:
+        pressed = car.brakePedalStatus == "pressed" and car._brakePedalForce == 1000
+        needs = {"every door locked": car.remainingUnlockedDoors == 0, "the brake pedal pressed fully": pressed,
+                 "fuel": car.fuelLevel >= 0}
+        unmet = [need for need, holds in needs.items() if not holds] or ["ignition mode START"]
+        notes.append(f"The engine did not start. It first needs: {', '.join(unmet)}.")
+    if name in ("startEngine", "lockDoors"):
+        notes.append(f"Doors: {', '.join(f'{door} {status}' for door, status in car.doorStatus.items())}.")
+    if name == "check_tire_pressure":
+        tires = {key[:-len("TirePressure")]: psi for key, psi in vars(car).items() if key.endswith("TirePressure")}
+        notes.append(f"Tires (psi): {', '.join(f'{tire} {psi}' for tire, psi in tires.items())}; "
+                     f"lowest: {min(tires, key=tires.get)}; the mean should be 30 to 35.")
+    return notes
+
+
+def _encodable(text: str) -> str:
+    """A lone surrogate, which a call can spell, as an escape: a tokenizer could not encode it."""
+    return text.encode("utf-8", "backslashreplace").decode("utf-8")

@@ -1,0 +1,539 @@
+"""BFCL on its real data: the reward beside the official checker, hostile text, hints that change nothing."""
+import ast
+import copy
+import functools
+import json
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings, strategies as st
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from envs import BadInput, make_env, select_tasks
+from envs.bfcl import (BFCL, MAX_STEPS, Call, InvalidAction, load_data, make_instances, parse_calls,
+                       parse_tool_calls, public_methods, run_call, same_state)
+
+try:
+    load_data()
+except BadInput as error:
+    pytest.skip(str(error), allow_module_level=True)
+
+ENTRIES, DOCUMENTS, CLASSES = load_data()
+TASKS = list(ENTRIES)
+
+
+def as_steps(ground_truth, size=100):
+    """turn -> step -> calls, at most `size` calls a step."""
+    return [[turn[start:start + size] for start in range(0, len(turn), size)] for turn in ground_truth]
+
+
+def play(env, task, turns, before_step=lambda env: None):
+    """Step through turn -> step -> calls, each turn ended by a sentence. Returns every (reward, terminated, info)."""
+    env.reset(task=task, seed=0)
+    seen = []
+    for action in [action for turn in turns for action in ["[" + ", ".join(step) + "]" for step in turn] + ["Done."]]:
+        before_step(env)
+        _, reward, terminated, truncated, info = env.step(action)
+        assert not truncated and reward in (0.0, 1.0) and (reward == 0.0 or terminated)
+        seen.append((reward, terminated, info))
+    assert terminated and info["success"] == bool(reward)
+    return seen
+
+
+def drawn(instance):
+    """The state of an instance's own random stream, if it has one."""
+    return instance._random.getstate() if hasattr(instance, "_random") else None
+
+
+def gold_run(env, task):
+    observation, info = env.reset(task=task, seed=0)
+    terminated, rewards = False, []
+    while not terminated:
+        observation, reward, terminated, _, info = env.step(env.gold_action())
+        assert info["valid"]
+        rewards.append(reward)
+    return sum(rewards), info
+
+
+# ---- the reward
+
+@pytest.mark.parametrize("format", ["prompt", "native"])
+def test_gold_actions_pass_all_800(format):
+    env = BFCL(format=format)
+    runs = [gold_run(env, task) for task in TASKS]
+    assert len(runs) == 800 and sum(reward for reward, _ in runs) == 800.0
+    turns = {name: sum(info["abstain_turns"] for task, (_, info) in zip(TASKS, runs) if task.startswith(name))
+             for name in ("base", "miss_func", "miss_param", "long_context")}
+    assert turns == {"base": 3, "miss_func": 203, "miss_param": 203, "long_context": 3}
+    assert all(info["abstained"] == info["abstain_turns"] for _, info in runs)
+
+
+def test_ground_truth_as_written_passes_and_fails_without_its_last_call():
+    env, passed, rejected = BFCL(), 0, 0
+    for task in TASKS:
+        turns = ENTRIES[task]["ground_truth"]
+        passed += play(env, task, as_steps(turns))[-1][0]
+        last = max(turn for turn, calls in enumerate(turns) if calls)
+        shorter = [calls[:-1] if turn == last else calls for turn, calls in enumerate(turns)]
+        rejected += play(env, task, as_steps(shorter))[-1][0] == 0.0
+    assert (passed, rejected) == (800, 800)
+
+
+def altered(rng, ground_truth, kind):
+    """One change to the ground truth's calls; None where the kind does not fit."""
+    turns = copy.deepcopy(ground_truth)
+    turn = rng.choice([index for index, calls in enumerate(turns) if calls])
+    calls, at = turns[turn], rng.randrange(len(turns[turn]))
+    if kind == "drop":
+        del calls[at]
+    elif kind == "swap":
+        rng.shuffle(calls)
+    elif kind == "repeat":
+        calls.insert(rng.randrange(len(calls) + 1), calls[at])
+    elif kind == "extra":                                         # a call of another turn, also where none belongs
+        rng.choice(turns).append(rng.choice(rng.choice([calls for calls in turns if calls])))
+    elif kind == "unknown":
+        calls.insert(at, "no_such_function(a=1)")
+    elif kind == "early":                                         # move a call to the turn before
+        if turn == 0:
+            return None
+        turns[turn - 1].append(calls.pop(at))
+    elif kind == "argument":
+        node = ast.parse(calls[at], mode="eval").body
+        values = [value for value in ast.walk(node) if isinstance(value, ast.Constant)]
+        if not values:
+            return None
+        value = rng.choice(values)
+        value.value = value.value + "x" if isinstance(value.value, str) else 0 if value.value else 1
+        calls[at] = ast.unparse(node)
+    return turns
+
+
+KINDS = ("drop", "swap", "repeat", "extra", "unknown", "early", "argument")
+
+
+def official_verdict(task, turns, unique):
+    """The official checker under a name of its own; what it caches in its module's globals is cleared."""
+    from bfcl_eval.eval_checker.multi_turn_eval import multi_turn_utils
+    from bfcl_eval.eval_checker.multi_turn_eval.multi_turn_checker import multi_turn_checker
+    entry = ENTRIES[task]
+    verdict = multi_turn_checker(copy.deepcopy(turns), entry["ground_truth"], entry, task.split("/")[0], unique)
+    for name in [name for name in vars(multi_turn_utils) if name.startswith(unique)]:
+        delattr(multi_turn_utils, name)
+    return verdict["valid"]
+
+
+def test_reward_agrees_with_the_official_checker_on_altered_trajectories():
+    rng, env, outcomes = random.Random(0), BFCL(), []
+    for number, task in enumerate(TASKS + TASKS[::2]):
+        kind = KINDS[number % len(KINDS)]
+        turns = altered(rng, ENTRIES[task]["ground_truth"], kind)
+        if turns is None:
+            continue
+        steps = as_steps(turns, size=rng.choice([1, 2, 100]))
+        if any(len(turn) > MAX_STEPS for turn in steps):
+            continue
+        ours = play(env, task, steps)[-1][0]
+        assert bool(ours) == official_verdict(task, steps, f"altered{number}x"), (task, kind, turns)
+        outcomes.append((kind, ours))
+    assert len(outcomes) > 1000
+    for kind in KINDS:                                            # each kind has been judged; most both ways
+        assert sum(k == kind for k, _ in outcomes) > 80
+    assert 200 < sum(reward for _, reward in outcomes) < len(outcomes) - 200
+
+
+def test_a_result_due_twice_must_be_there_twice():
+    """`add_to_watchlist` and `get_watchlist` answer the same here, so one of them is not both."""
+    for task, left_out in (("base/135", 0), ("base/135", 1), ("base/133", 1)):
+        turns = copy.deepcopy(ENTRIES[task]["ground_truth"])
+        assert len(turns[0]) == 2
+        del turns[0][left_out]
+        assert play(BFCL(), task, as_steps(turns))[-1][0] == 0.0
+
+
+def test_instances_start_as_the_official_ones():
+    from bfcl_eval.eval_checker.multi_turn_eval import multi_turn_utils
+    for task in TASKS[::3]:
+        entry, category = ENTRIES[task], task.split("/")[0]
+        _, official = multi_turn_utils.execute_multi_turn_func_call(
+            [], entry["initial_config"], entry["involved_classes"], "startx", entry["id"], "long_context" in category)
+        ours = make_instances(entry, category == "long_context")
+        assert list(ours) == list(official) and same_state(ours, official) and same_state(official, ours)
+        for name in ours:
+            assert drawn(ours[name]) == drawn(official[name])
+        for name in [name for name in vars(multi_turn_utils) if name.startswith("startx")]:
+            delattr(multi_turn_utils, name)
+
+
+# ---- hints
+
+def call_hints(env):
+    for _ in range(2):
+        env.action_guidance(), env.observation_enrichment(), env.gold_action()
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@given(task=st.sampled_from(TASKS), kind=st.sampled_from(["swap", "repeat"]), seed=st.integers(0, 99),
+       guidance=st.sampled_from(["first-call", "next"]))
+def test_hints_change_no_reward(task, kind, seed, guidance):
+    turns = as_steps(altered(random.Random(seed), ENTRIES[task]["ground_truth"], kind), size=3)
+    plain = play(BFCL(), task, turns)
+    assert play(BFCL(guidance=guidance), task, turns, before_step=call_hints) == plain
+
+
+def test_swapped_calls_pass_with_hints_too():
+    """FEE's released code checks enriched results, so that swapped calls failed under enrichment."""
+    env, task = BFCL(), "base/0"
+    first = ENTRIES[task]["ground_truth"][0]
+    turns = as_steps(ENTRIES[task]["ground_truth"])
+    assert any("mkdir" in call for call in first)
+    turns[0] = [[call] for call in first] + [["pwd()"]]
+    assert play(env, task, turns, before_step=call_hints)[-1][0] == 1.0
+
+
+@pytest.mark.parametrize("task", ["base/3", "miss_func/60", "miss_param/120", "long_context/160", "long_context/0"])
+def test_hints_mutate_nothing(task):
+    env = BFCL(guidance="next")
+    env.reset(task=task, seed=0)
+    terminated = False
+    while not terminated:
+        before = copy.deepcopy(env)
+        call_hints(env)
+        for ours, theirs in ((env._instances, before._instances), (env._gold_instances, before._gold_instances)):
+            assert same_state(ours, theirs)
+            for name in ours:
+                assert drawn(ours[name]) == drawn(theirs[name])
+                assert not hasattr(ours[name], "_current_dir") or ours[name].pwd() == theirs[name].pwd()
+        plain = ("_turn", "_steps", "_made", "_last", "_results", "_passed", "_done", "_abstained", "_gold")
+        assert [getattr(env, key) for key in plain] == [getattr(before, key) for key in plain]
+        terminated = env.step(env.gold_action())[2]
+
+
+def test_guidance_is_given_at_the_user_turns_start_or_for_the_next_call():
+    first, following = BFCL(), BFCL(guidance="next")
+    calls = ENTRIES["base/0"]["ground_truth"][0]
+    assert len(calls) == 3
+    for env in (first, following):
+        env.reset(task="base/0", seed=0)
+        assert calls[0] in env.action_guidance() and calls[1] not in env.action_guidance()
+        env.step(f"[{calls[0]}]")
+    assert first.action_guidance() is None
+    assert calls[1] in following.action_guidance()
+    following.step(f"[{calls[2]}]")                               # out of order: the second is still the next
+    assert calls[1] in following.action_guidance()
+    following.step(f"[{calls[1]}]")
+    assert "do not call" in following.action_guidance()
+    first.step("Done.")
+    assert ENTRIES["base/0"]["ground_truth"][1][0].split("(")[0] in first.action_guidance()
+
+
+@pytest.mark.parametrize("category, words", [("miss_func", "no available function"), ("miss_param", "Information")])
+def test_guidance_of_a_turn_without_ground_truth_says_what_is_missing(category, words):
+    env, found = BFCL(), 0
+    for index in range(1, 200, 10):
+        env.reset(task=f"{category}/{index}", seed=0)
+        terminated = False
+        while not terminated:
+            if env.action_guidance() and not ENTRIES[f"{category}/{index}"]["ground_truth"][env._turn]:
+                assert words in env.action_guidance()
+                found += 1
+            terminated = env.step(env.gold_action())[2]
+    assert found == 20
+
+
+def test_enrichment_of_the_file_system():
+    env = BFCL()
+    env.reset(task="base/0", seed=0)
+    assert env.observation_enrichment() is None
+    env.step("[cd(folder='document')]")
+    assert "/workspace/document" in env.observation_enrichment() and "final_report.pdf" in env.observation_enrichment()
+    observation, *_ = env.step("[mkdir(dir_name='temp')]")
+    assert observation == "mkdir -> None"
+    assert "returned nothing" in env.observation_enrichment() and "temp" in env.observation_enrichment()
+    env.step("[mv(source='final_report.pdf', destination='temp')]")
+    assert "It contains: previous_report.pdf, temp" in env.observation_enrichment()
+    env.step("Done.")
+    assert env.observation_enrichment() is None
+
+
+def test_enrichment_of_the_car():
+    doors = {task: entry["initial_config"].get("VehicleControlAPI", {}).get("doorStatus", {})
+             for task, entry in ENTRIES.items()}
+    task = next(task for task in TASKS if doors[task].get("driver") == "unlocked")
+    env = BFCL()
+    env.reset(task=task, seed=0)
+    env.step("[startEngine(ignitionMode='START')]")
+    note = env.observation_enrichment()
+    assert "did not start" in note and "door locked" in note and "brake pedal" in note and "driver unlocked" in note
+    env.step("[lockDoors(unlock=False, door=['driver', 'passenger', 'rear_left', 'rear_right'])]")
+    assert "driver locked" in env.observation_enrichment()
+    env.step("[pressBrakePedal(pedalPosition=1.0), startEngine(ignitionMode='START')]")
+    assert "did not start" not in env.observation_enrichment()
+    env.step("[check_tire_pressure()]")
+    assert "psi" in env.observation_enrichment() and "rearLeft" in env.observation_enrichment()
+
+
+# ---- episodes apart from each other
+
+def test_two_interleaved_episodes_share_nothing():
+    task = "base/0"
+    good, bad = BFCL(), BFCL()
+    good.reset(task=task, seed=0), bad.reset(task=task, seed=0)
+    terminated = False
+    while not terminated:
+        if not bad._done:
+            bad.step("[cd(folder='document'), rm(file_name='final_report.pdf'), rm(file_name='temp')]")
+            bad.step("Done.")
+        _, reward, terminated, _, info = good.step(good.gold_action())
+    assert reward == 1.0 and info["success"]
+    assert ENTRIES[task] == _fresh_entries()[task]
+
+
+@functools.cache
+def _fresh_entries():
+    return load_data.__wrapped__()[0]
+
+
+def test_no_task_changes_the_shared_tables():
+    env = BFCL()
+    for task in TASKS[::7]:
+        gold_run(env, task)
+    assert ENTRIES == _fresh_entries()
+
+
+def test_long_contexts_extra_credit_cards_are_not_shared():
+    """The package hands every instance the same card objects: spending in one episode would show in all."""
+    task = next(task for task in TASKS[600:] if ENTRIES[task]["involved_classes"] == ["TravelAPI"])
+    assert task.startswith("long_context")
+    spender, other = BFCL(), BFCL()
+    spender.reset(task=task, seed=0), other.reset(task=task, seed=0)
+    cards = spender._instances["TravelAPI"].credit_card_list
+    own = ENTRIES[task]["initial_config"]["TravelAPI"].get("credit_card_list", {})
+    card = next(card for card in cards if card not in own)
+    before = other._instances["TravelAPI"].credit_card_list[card]["balance"]
+    cards[card]["balance"] -= 1
+    assert other._instances["TravelAPI"].credit_card_list[card]["balance"] == before
+    other.reset(task=task, seed=0)
+    assert other._instances["TravelAPI"].credit_card_list[card]["balance"] == before
+
+
+# ---- hostile and malformed text
+
+HOSTILE = [
+    "[ls(a=True]", "[ls(a=(True)]", "[ls(", "ls(", "[ls(a=)]", "[,]", "[[ls()]]", "[ls(), 3]", "[ls]",
+    "[__import__('os').system('touch {sentinel}')]", "__import__('os').system('touch {sentinel}')",
+    "[__import__('os')]", "[open('{sentinel}', 'w')]", "[eval('1+1')]", "[exec('import os')]", "[print('x')]",
+    "[ls(a=__import__('os').system('touch {sentinel}'))]", "[ls(a=open('{sentinel}', 'w'))]",
+    "[ls.__func__.__globals__(a=1)]", "[ls(a=ls.__func__)]", "[(lambda: open('{sentinel}', 'w'))()]",
+    "[ls(a=lambda: 0)]", "[ls(a=[x for x in (1,)])]", "[ls() for x in range(9)]", "[ls(a=f'{{1+1}}')]",
+    "[f'{{open}}']", "[ls(a=x)]", "[ls(a=1+1)]", "[ls(a=9**9**9)]", "[ls(a=(y:=1))]", "[ls(a=ls())]",
+    "[ls(*[True])]", "[ls(**{{'a': True}})]", "[ls(a=True, a=False)]", "[cd('a', folder='b', folder='c')]",
+    "[_load_scenario(scenario={{}})]", "[__init__()]", "[_current_dir()]", "[GorillaFileSystem.ls()]",
+    "[\u0192oo(a=1)]", "\u0192oo(a=1)", "[ls(a={{[]: 1}})]", "[ls(a=\x00)]", "[ls()]\x00", "[ls()];import os",
+    "[ls(a=" + "[" * 5000 + "]" * 5000 + ")]", "[ls(a=" + "(" * 4000 + ")]", "[ls(a=" + "-" * 9000 + "1)]",
+    "[ls" + ".a" * 4900 + "()]", "[ls(a=" + "9" * 6000 + ")]", "[ls(a='" + "x" * 100_000 + "')]", "x" * 100_000,
+    "[await ls()]", "[ls()\nimport os]", "[\ud800()]",
+]
+
+
+@pytest.mark.parametrize("number", range(len(HOSTILE)))
+def test_hostile_text_is_invalid_and_runs_nothing(number, tmp_path):
+    env, sentinel = BFCL(), tmp_path / "touched"
+    env.reset(task="base/0", seed=0)
+    before, environment = copy.deepcopy(env._instances), dict(os.environ)
+    text = HOSTILE[number].replace("{sentinel}", str(sentinel)).replace("{{", "{").replace("}}", "}")
+    observation, reward, terminated, truncated, info = env.step(text)
+    assert not info["valid"] and not terminated and not truncated and reward == 0.0 and info["user_turn"] == 1
+    assert "Invalid action" in observation or "is not defined" in observation
+    observation.encode("utf-8")
+    assert not sentinel.exists() and dict(os.environ) == environment and same_state(env._instances, before)
+    assert env.step("[ls(a=True)]")[4]["valid"]                   # the episode goes on
+
+
+@pytest.mark.parametrize("text", [
+    "", "[]", "[", "```\n```", "Done.", "I cannot do this: sort is missing.", "Done (see above).", "lambda: 0",
+    "<think>[ls()]</think>All done.", "<think>[ls()] and then"])
+def test_text_without_a_call_ends_the_user_turn(text):
+    env = BFCL()
+    env.reset(task="base/0", seed=0)
+    observation, *_, info = env.step(text)
+    assert info["valid"] and info["user_turn"] == 2
+    assert observation == ENTRIES["base/0"]["question"][1][0]["content"]
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.text(max_size=60) | st.text(alphabet="[](){}'\"\\,=.:-*lsca1x \n\x00", max_size=60))
+def test_any_text_parses_or_is_invalid(text):
+    for parse in (parse_calls, parse_tool_calls):
+        for wrapped in (text, f"[ls({text})]", f"<tool_call>{text}</tool_call>"):
+            try:
+                assert all(isinstance(call, Call) for call in parse(wrapped))
+            except InvalidAction:
+                pass
+
+
+def test_a_lone_surrogate_comes_back_as_an_escape():
+    env = BFCL()
+    env.reset(task="base/0", seed=0)
+    for text in ("[mkdir(dir_name='\\ud800')]", "[ls(a=True)]", "[cd(folder='\\ud800')]", "[cd(folder=['\\ud800'])]"):
+        observation, *_, info = env.step(text)
+        (observation + env.observation_enrichment()).encode("utf-8")
+        assert info["valid"]
+    assert "\\ud800" in env.observation_enrichment()
+
+
+def test_arguments_are_literals_of_any_shape():
+    assert parse_calls("[f(-1, 'x', b=[1, {'k': (2.5, None)}], c=True)]") == \
+        [Call("f", (-1, "x"), {"b": [1, {"k": (2.5, None)}], "c": True})]
+    assert parse_calls("f(a=1), g ( )") == [Call("f", (), {"a": 1}), Call("g", (), {})]
+    assert parse_calls("```[f(a='[')]```") == parse_calls("[f(a='[')") == [Call("f", (), {"a": "["})]
+
+
+def test_the_file_calls_no_eval_and_no_exec():
+    tree = ast.parse(Path(sys.modules["envs.bfcl"].__file__).read_text())
+    names = {node.func.id for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)}
+    assert not names & {"eval", "exec", "compile", "__import__"}
+
+
+def test_costly_arithmetic_is_refused():
+    methods = public_methods({"MathAPI": CLASSES["MathAPI"]()})
+    for text in ("power(7, 10**9)", "power(base=7, exponent=1000000000)", "square_root(2, 100000000)",
+                 "logarithm(value=2, base=3, precision=100000000)", "round_number(1, -100000000)",
+                 "logarithm(value=2, base=3, precision='100000000')", "power(7, 1e9)"):
+        try:
+            [call] = parse_calls(text)
+        except InvalidAction:                                     # 10**9 is no literal
+            continue
+        assert "between -1000 and 1000" in run_call(call, methods)
+    assert run_call(parse_calls("power(2, 10)")[0], methods) == '{"result": 1024}'
+
+
+# ---- the flow
+
+def test_more_than_20_steps_in_a_user_turn_fail_the_episode():
+    for action in ("[ls(a=True)]", "[ls(a="):                     # an invalid step counts, too
+        env = BFCL()
+        env.reset(task="base/0", seed=0)
+        for _ in range(MAX_STEPS):
+            assert not env.step(action)[2]
+        observation, reward, terminated, truncated, info = env.step(action)
+        assert terminated and not truncated and reward == 0.0 and not info["success"] and "over" in observation
+        with pytest.raises(RuntimeError):
+            env.step("[ls()]")
+        assert env.action_guidance() is env.observation_enrichment() is env.gold_action() is None
+
+
+def test_exactly_20_steps_in_a_user_turn_are_fine():
+    turns = as_steps(ENTRIES["base/0"]["ground_truth"])
+    turns[0] += [["pwd()"]] * (MAX_STEPS - len(turns[0]))
+    assert play(BFCL(), "base/0", turns)[-1][0] == 1.0
+
+
+def test_a_hidden_function_appears_in_its_turn():
+    env = BFCL()
+    for index in range(0, 200, 5):
+        entry = ENTRIES[f"miss_func/{index}"]
+        [(turn, names)] = entry["missed_function"].items()
+        observation, _ = env.reset(task=f"miss_func/{index}", seed=0)
+        seen = env.system_prompt + observation
+        while env._turn < int(turn):
+            assert not any(f'"name": "{name}"' in seen for name in names)
+            observation = env.step(env.gold_action())[0]
+            seen += observation
+        assert all(f'"name": "{name}"' in observation for name in names)
+        assert all(f'"name": "{name}"' in BFCL_prompt(f"base/{index}") for name in names)
+
+
+def BFCL_prompt(task):
+    env = BFCL()
+    env.reset(task=task, seed=0)
+    return env.system_prompt
+
+
+def test_abstention_is_counted_beside_the_reward():
+    env, task = BFCL(), "miss_param/0"
+    turns = as_steps(ENTRIES[task]["ground_truth"])
+    empty = turns.index([])
+    silent = play(env, task, turns)[-1]
+    turns[empty] = [["pwd()"]]
+    talkative = play(env, task, turns)[-1]
+    assert silent[0] == talkative[0] == 1.0                       # the benchmark does not score it
+    assert (silent[2]["abstain_turns"], silent[2]["abstained"]) == (1, 1)
+    assert (talkative[2]["abstain_turns"], talkative[2]["abstained"]) == (1, 0)
+
+
+def test_native_format():
+    env = BFCL(format="native")
+    env.reset(task="base/0", seed=0)
+    names = [tool["function"]["name"] for tool in env.tools]
+    assert "mkdir" in names and "mkdir" not in env.system_prompt and BFCL().tools is None
+    assert '"dict"' not in json.dumps(env.tools) and '"float"' not in json.dumps(env.tools)
+    call = '<tool_call>\n{"name": "%s", "arguments": %s}\n</tool_call>\n'
+    observation, *_, info = env.step("<think><tool_call>{}</tool_call></think>\n"
+                                     + call % ("cd", '{"folder": "document"}') + call % ("pwd", "{}"))
+    assert info["valid"] and observation.count("<tool_response>") == 2 and "/workspace/document" in observation
+    for text in ('<tool_call>{"name": "pwd"', "<tool_call>[]</tool_call>", '<tool_call>{"name": "pwd"}</tool_call>',
+                 '<tool_call>{"name": 3, "arguments": {}}</tool_call>', call % ("pwd", "[1]"),
+                 "<tool_call>" + "[" * 5000 + "</tool_call>", call % ("_load_scenario", "{}")):
+        _, _, terminated, _, info = env.step(text)
+        assert not info["valid"] and not terminated and info["user_turn"] == 1, text
+    assert env.step("[pwd()]")[4]["user_turn"] == 2               # in this format, no call
+
+
+# ---- tasks and options
+
+@pytest.mark.parametrize("split_by", ["domain", "index"])
+def test_splits_are_disjoint_by_index_over_all_four_categories(split_by):
+    splits = {split: BFCL.tasks(split, split_by=split_by) for split in ("train", "valid", "test")}
+    assert {split: len(tasks) for split, tasks in splits.items()} == {"train": 320, "valid": 80, "test": 400}
+    indices = {split: {task.split("/")[1] for task in tasks} for split, tasks in splits.items()}
+    assert not indices["train"] & indices["valid"] and not (indices["train"] | indices["valid"]) & indices["test"]
+    assert sorted(sum(splits.values(), [])) == sorted(TASKS)
+    assert splits["test"] == BFCL.tasks("test", split_by=split_by)
+    if split_by == "domain":
+        assert indices["test"] == {str(index) for index in range(100, 200)}
+
+
+def test_classes_keep_tasks_that_involve_no_other():
+    tasks = BFCL.tasks("train", classes="GorillaFileSystem")
+    assert tasks and all(ENTRIES[task]["involved_classes"] == ["GorillaFileSystem"] for task in tasks)
+    both = BFCL.tasks("train", classes="GorillaFileSystem, MathAPI")
+    assert set(tasks) < set(both) and {"GorillaFileSystem", "MathAPI"} == \
+        {name for task in both for name in ENTRIES[task]["involved_classes"]}
+    options = {"classes": "GorillaFileSystem", "format": "native"}
+    assert select_tasks("bfcl", "train", ["base"], options) == [task for task in tasks if task.startswith("base")]
+    assert isinstance(make_env("bfcl", options), BFCL)
+
+
+@pytest.mark.parametrize("wrong", [{"format": "xml"}, {"guidance": "all"}, {"classes": "Nope"}, {"split_by": "luck"}])
+def test_a_wrong_option_is_one_line(wrong):
+    with pytest.raises(BadInput) as error:
+        make_env("bfcl", wrong)
+    assert "\n" not in str(error.value) and str(list(wrong.values())[0]) in str(error.value)
+
+
+def test_a_wrong_task_or_split_is_one_line():
+    with pytest.raises(BadInput, match="unknown task"):
+        BFCL().reset(task="base/200", seed=0)
+    with pytest.raises(BadInput, match="unknown split"):
+        BFCL.tasks("dev")
+
+
+@pytest.mark.parametrize("module", ["bfcl_eval", "mpmath"])
+def test_a_missing_package_names_the_pip_line(module):
+    code = (f"import sys; sys.modules[{module!r}] = None\n"
+            "from envs import BadInput\nfrom envs.bfcl import BFCL\n"
+            "try: BFCL()\nexcept BadInput as error: print(error)")
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=Path(__file__).parents[1])
+    assert "pip install --no-deps -r envs/bfcl-requirements.txt" in out.stdout, out
+    assert module in out.stdout and len(out.stdout.splitlines()) == 1
+
+
+def test_importing_the_module_is_cheap():
+    code = "import sys, envs.bfcl; print([name for name in ('bfcl_eval', 'mpmath', 'torch') if name in sys.modules])"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=Path(__file__).parents[1])
+    assert out.stdout.strip() == "[]", out
