@@ -88,6 +88,7 @@ class Chat:
         self.added = {token.content: i for i, token in tokenizer.added_tokens_decoder.items()
                       if len(token.content) > 1 and i not in unknown}
         self.special_ids = frozenset(self.added.values())
+        self.special = re.compile("|".join(map(re.escape, self.added)) or "(?!)")
         ends = [end_ids] if isinstance(end_ids, int) else list(end_ids or [])
         ends += [self.added[token] for token in END_TOKENS if token in self.added]
         self.end_ids = frozenset(i for i in [*ends, tokenizer.eos_token_id] if i is not None)
@@ -141,7 +142,12 @@ class Chat:
             raise BadInput("this model's chat template drops or reorders messages; it cannot carry an episode")
         ids = list(self.template_ids(pieces[0]))
         for (_, content), scaffold in zip(messages, pieces[2::2]):
-            ids += self.text_ids(content.strip()) if isinstance(content, str) else content
+            if isinstance(content, str):  # with the template's words after it, up to its next special token
+                words = self.special.split(scaffold, maxsplit=1)[0]
+                ids += self.text_ids(content.strip() + words)
+                scaffold = scaffold[len(words):]
+            else:
+                ids += content
             ids += self.template_ids(scaffold)
         return ids
 
