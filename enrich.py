@@ -216,6 +216,7 @@ def train_context(config, batch, chat, model):
     if config.enrich_train_context == "as-sampled":
         return batch
     from learner import row_logps
+    from rollout import hint_free_rows
 
     hinted, sampled_logps = [t for t in batch if any(turn.hint for turn in t.turns)], {}
     if config.enrich_train_context == "stripped-ratio":
@@ -230,23 +231,6 @@ def train_context(config, batch, chat, model):
                 row.old_logp = [next(logps) if own else 0.0 for own in row.mask]
         stripped[id(trajectory)] = replace(trajectory, rows=rows)
     return [stripped.get(id(t), t) for t in batch]
-
-
-def hint_free_rows(trajectory, chat, history):
-    """The rows that a rollout without hints would have recorded, had it sampled the same ids."""
-    from rollout import add_turn, messages_of
-
-    def cut(text, hint):
-        return text.removesuffix(f"\n{hint}") if hint else text
-
-    turns = [replace(turn, observation=cut(turn.observation, following.hint))
-             for turn, following in zip(trajectory.turns, trajectory.turns[1:])]  # no prompt holds the last observation
-    plain = replace(trajectory, first_observation=cut(trajectory.first_observation, trajectory.turns[0].hint))
-    rows = []
-    for number, turn in enumerate(trajectory.turns):
-        so_far = replace(plain, turns=turns[:number])
-        add_turn(rows, chat.prompt(messages_of(so_far, chat, history), so_far.tools), turn.action_ids)
-    return rows
 
 
 # The file as a program

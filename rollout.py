@@ -13,7 +13,7 @@ import math
 import re
 import sys
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 import torch
@@ -207,6 +207,21 @@ def add_turn(rows: list[Row], prompt_ids: list[int], action_ids: list[int]):
     new = prompt_ids[len(rows[-1].ids):]
     rows[-1].ids += new + action_ids
     rows[-1].mask += [0] * len(new) + [1] * len(action_ids)
+
+
+def hint_free_rows(trajectory, chat, history) -> list[Row]:
+    """The rows that a rollout without hints would have recorded, had it sampled the same ids."""
+    def cut(text, hint):
+        return text.removesuffix(f"\n{hint}") if hint else text
+
+    turns = [replace(turn, observation=cut(turn.observation, following.hint))
+             for turn, following in zip(trajectory.turns, trajectory.turns[1:])]  # no prompt holds the last observation
+    first = cut(trajectory.first_observation, trajectory.turns[0].hint) if trajectory.turns else ""
+    rows = []
+    for number, turn in enumerate(trajectory.turns):
+        so_far = replace(trajectory, first_observation=first, turns=turns[:number])
+        add_turn(rows, chat.prompt(messages_of(so_far, chat, history), so_far.tools), turn.action_ids)
+    return rows
 
 
 def rollout(act, chat: Chat, envs: list, requests: list[Request], *, max_turns: int, max_new_tokens: int = 32,

@@ -17,12 +17,12 @@ import enrich
 import grpo
 import gspo
 import rollout as rollout_module
-from enrich import (STRATEGIES, EnrichedEnv, Schedule, feedback_kind, group_is_enriched, hint_free_rows,
-                    rollout_is_enriched, train_context)
+from enrich import (STRATEGIES, EnrichedEnv, Schedule, feedback_kind, group_is_enriched, rollout_is_enriched,
+                    train_context)
 from envs import BadInput, Env, make_env, select_tasks
 from envs.keydoor import KeyDoor
 from learner import row_logps, update
-from rollout import Chat, Request, rollout
+from rollout import Chat, Request, hint_free_rows, rollout
 from runs import read
 from train import Config, group_requests
 from warmstart import play as scripted_play
@@ -301,7 +301,7 @@ def test_evaluation_is_never_enriched_and_its_tasks_never_change(spied, tmp_path
     assert len(evaluations) == 5 and len(training) == 4  # valid at 0, 2, 4, then the base model and the last on test
     for trajectories, hints in evaluations:
         text = [obs for t in trajectories for obs in (t.first_observation, *(turn.observation for turn in t.turns))]
-        assert hints == 0 and not any("Hint" in obs or "stages are done" in obs for obs in text)
+        assert hints == 0 and all(t.turns for t in trajectories) and not any("Hint" in obs or "stages are done" in obs for obs in text)
         assert not any(t.enriched or turn.hint for t in trajectories for turn in t.turns)
     assert all(t.enriched and t.turns[0].hint for trajectories, _ in training for t in trajectories)
     first = [(t.task, t.seed, t.first_observation) for t in evaluations[0][0]]  # fault 3: drawn anew each time
@@ -539,6 +539,13 @@ def test_show(env, task, words, tmp_path, capsys):
     assert "turn 1, standard" in out and all(word in out for word in words) and "(the end)" in out
     assert not any(word in line[:58] for word in words[:2] for line in out.splitlines() if line[58:61] == " | ")
     assert (tmp_path / "schedule.png").read_bytes().startswith(b"\x89PNG") and str(tmp_path / "schedule.png") in out
+
+
+def test_every_line_that_the_docs_name_is_in_the_code():
+    table = (ROOT / "docs" / "enrich.md").read_text().split("## Paper ↔ line")[1].split("## ")[0]
+    code = "".join((ROOT / name).read_text() for name in ("enrich.py", "rollout.py", "train.py"))
+    snippets = [snippet for row in table.splitlines()[3:] for snippet in row.split("`")[1::2]]
+    assert len(snippets) > 12 and not [snippet for snippet in snippets if snippet not in code and not (ROOT / snippet).exists()]
 
 
 def test_show_refuses_what_it_does_not_know(tmp_path):
