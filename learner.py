@@ -30,13 +30,25 @@ def micro_batches(rows, budget):
         rows = rows[size:]
 
 
+@torch.no_grad()
+def row_logps(model, rows, pad_id, *, temperature=1.0, micro_batch_tokens=8192) -> dict:
+    """{id(row): log-probs of its tokens (a list of floats, 0 where the mask is 0)}, by the code path of the update."""
+    logps = {}
+    for pairs in micro_batches([(row, None) for row in rows], micro_batch_tokens):
+        ids_BT, mask_BT = pad([row for row, _ in pairs], pad_id, model.device)
+        logp_BT = token_logps(model, ids_BT, mask_BT, temperature)[0].tolist()
+        logps.update({id(row): logp_T[:len(row.ids)] for (row, _), logp_T in zip(pairs, logp_BT)})
+    return logps
+
+
 def update(model, optimizer, batch, advantages_N, loss, *, pad_id, temperature=1.0, minibatches=1,
            micro_batch_tokens=8192, use_reference=False, clip=(0.2, 0.2), sequence_ratio=False, max_grad_norm=1.0,
            gradient_checkpointing=False, seed=0):
     """`minibatches` optimizer steps on a batch of N trajectories; returns the metrics.
 
     loss(micro_batch) -> scalar share; see `train.train` for its fields. Old log-probs come from this same code path:
-    detached from the new ones when there is one update, computed before the first of several. Rows without advantage
+    detached from the new ones when there is one update, computed before the first of several; a row that was sampled in
+    another context brings its own (`Row.old_logp`). Rows without advantage
     are not computed unless there is a reference, whose KL they pay; the normalisers count them all the same, and the
     metrics are over the rows computed. Raises FloatingPointError when a gradient is not finite, before the step.
     """
@@ -55,10 +67,10 @@ def update(model, optimizer, batch, advantages_N, loss, *, pad_id, temperature=1
 
     old_logp = {}
     if minibatches > 1:
-        with torch.no_grad():
-            for part in parts:  # packed as below: in bf16 a log-prob depends on the shape of its batch
-                for pairs in micro_batches(rows_of(part), micro_batch_tokens):
-                    old_logp.update({id(row): logp_T for (row, _), logp_T in zip(pairs, score(pairs)[0])})
+        for part in parts:  # packed as below: in bf16 a log-prob depends on the shape of its batch
+            old_logp |= row_logps(model, [row for row, _ in rows_of(part)], pad_id, temperature=temperature,
+                                  micro_batch_tokens=micro_batch_tokens)
+    old_logp |= {id(row): row.old_logp for rows in rows_N for row, _ in rows if row.old_logp is not None}
 
     totals, norms = {}, []
     model.train(gradient_checkpointing)
@@ -71,11 +83,10 @@ def update(model, optimizer, batch, advantages_N, loss, *, pad_id, temperature=1
                 with torch.no_grad(), reference(model):
                     ref_logp_BT = score(pairs)[0]
             logp_BT, entropy_BT, mask_BT = score(pairs)
-            old_logp_BT = logp_BT.detach()
-            if minibatches > 1:
-                old_logp_BT = torch.zeros_like(logp_BT)
-                for b, (row, _) in enumerate(pairs):
-                    old_logp_BT[b, :len(row.ids)] = old_logp[id(row)][:len(row.ids)]
+            old_logp_BT = logp_BT.detach().clone()
+            for b, (row, _) in enumerate(pairs):
+                if id(row) in old_logp:
+                    old_logp_BT[b, :len(row.ids)] = torch.tensor(old_logp[id(row)], device=logp_BT.device)
             members = [n for _, n in pairs]
             micro_batch = SimpleNamespace(
                 logp_BT=logp_BT, old_logp_BT=old_logp_BT, ref_logp_BT=ref_logp_BT, mask_BT=mask_BT,

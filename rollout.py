@@ -8,11 +8,12 @@ decoded and encoded again, and no mask is guessed from ids. A row is one unbroke
 extends the tokens so far, the row goes on; if not (a windowed history, a template that strips earlier thinking), a
 new row starts. Text from the environment is encoded so that it can never produce a special token.
 """
+import json
 import math
 import re
 import sys
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 import torch
@@ -41,12 +42,14 @@ class Turn:
     reward: float
     valid: bool
     stop: str  # "end": an end token was sampled; "length": the token limit came first
+    hint: str | None = None  # what enrichment appended to the observation that this turn answers
 
 
 @dataclass
 class Row:
     ids: list[int]
     mask: list[int]  # 1 where the policy sampled the token
+    old_logp: list[float] | None = None  # only where the policy sampled in another context than `ids`
 
 
 @dataclass
@@ -55,6 +58,8 @@ class Trajectory:
     group: int
     seed: int
     enriched: bool
+    system_prompt: str = ""
+    tools: list[dict] | None = None
     first_observation: str = ""
     turns: list[Turn] = field(default_factory=list)
     rows: list[Row] = field(default_factory=list)
@@ -83,6 +88,7 @@ class Chat:
         self.added = {token.content: i for i, token in tokenizer.added_tokens_decoder.items()
                       if len(token.content) > 1 and i not in unknown}
         self.special_ids = frozenset(self.added.values())
+        self.special = re.compile("|".join(map(re.escape, self.added)) or "(?!)")
         ends = [end_ids] if isinstance(end_ids, int) else list(end_ids or [])
         ends += [self.added[token] for token in END_TOKENS if token in self.added]
         self.end_ids = frozenset(i for i in [*ends, tokenizer.eos_token_id] if i is not None)
@@ -94,9 +100,9 @@ class Chat:
         self.template_ids = lru_cache(maxsize=4096)(
             lambda text: tuple(tokenizer(text, add_special_tokens=False)["input_ids"]))
 
-    def _render(self, messages):
+    def _render(self, messages, tools=None):
         return self.tokenizer.apply_chat_template([{"role": role, "content": content} for role, content in messages],
-                                                  tokenize=False, add_generation_prompt=True,
+                                                  tools=tools, tokenize=False, add_generation_prompt=True,
                                                   enable_thinking=self.thinking)
 
     def _text_ids(self, text: str) -> tuple[int, ...]:
@@ -122,15 +128,26 @@ class Chat:
                 ids.pop(0)
         return tuple(ids)
 
-    def prompt(self, messages) -> list[int]:
-        """[(role, text or sampled ids), ...] -> ids up to where the next action starts."""
-        rendered = self._render([(role, f"\ue000{n}\ue001") for n, (role, _) in enumerate(messages)])
+    def prompt(self, messages, tools=None) -> list[int]:
+        """[(role, text or sampled ids), ...] -> ids up to where the next action starts. `tools`, the schemas of an
+        environment's functions, become part of the template's own text, so no special token may stand in them."""
+        placeholders = [(role, f"\ue000{n}\ue001") for n, (role, _) in enumerate(messages)]
+        rendered = self._render(placeholders, tools)
+        if tools and rendered == self._render(placeholders):
+            raise BadInput("this model's chat template has no place for tools: let the environment's prompt list them")
+        if tools and any(token in json.dumps(tools, ensure_ascii=False) for token in self.added):
+            raise BadInput("a special token of this model stands in the environment's tools")
         pieces = re.split("\ue000(\\d+)\ue001", rendered)
         if [int(n) for n in pieces[1::2]] != list(range(len(messages))):
             raise BadInput("this model's chat template drops or reorders messages; it cannot carry an episode")
         ids = list(self.template_ids(pieces[0]))
         for (_, content), scaffold in zip(messages, pieces[2::2]):
-            ids += self.text_ids(content.strip()) if isinstance(content, str) else content
+            if isinstance(content, str):  # with the template's words after it, up to its next special token
+                words = self.special.split(scaffold, maxsplit=1)[0]
+                ids += self.text_ids(content.strip() + words)
+                scaffold = scaffold[len(words):]
+            else:
+                ids += content
             ids += self.template_ids(scaffold)
         return ids
 
@@ -165,10 +182,10 @@ def sampler(model, chat: Chat, *, temperature: float = 1.0, max_new_tokens: int 
     return act
 
 
-def messages_of(trajectory, chat, system_prompt, history):
+def messages_of(trajectory, chat, history):
     """The conversation that the next prompt is made of."""
     turns = trajectory.turns
-    messages = [("system", system_prompt)] if system_prompt else []
+    messages = [("system", trajectory.system_prompt)] if trajectory.system_prompt else []
     if history == "full":
         messages.append(("user", trajectory.first_observation))
         for turn in turns:
@@ -192,6 +209,21 @@ def add_turn(rows: list[Row], prompt_ids: list[int], action_ids: list[int]):
     rows[-1].mask += [0] * len(new) + [1] * len(action_ids)
 
 
+def hint_free_rows(trajectory, chat, history) -> list[Row]:
+    """The rows that a rollout without hints would have recorded, had it sampled the same ids."""
+    def cut(text, hint):
+        return text.removesuffix(f"\n{hint}") if hint else text
+
+    turns = [replace(turn, observation=cut(turn.observation, following.hint))
+             for turn, following in zip(trajectory.turns, trajectory.turns[1:])]  # no prompt holds the last observation
+    first = cut(trajectory.first_observation, trajectory.turns[0].hint) if trajectory.turns else ""
+    rows = []
+    for number, turn in enumerate(trajectory.turns):
+        so_far = replace(trajectory, first_observation=first, turns=turns[:number])
+        add_turn(rows, chat.prompt(messages_of(so_far, chat, history), so_far.tools), turn.action_ids)
+    return rows
+
+
 def rollout(act, chat: Chat, envs: list, requests: list[Request], *, max_turns: int, max_new_tokens: int = 32,
             max_context: int = 2048, history: str = "full") -> list[Trajectory]:
     """Play every request, at most len(envs) at a time; results in the order of the requests.
@@ -210,13 +242,15 @@ def rollout(act, chat: Chat, envs: list, requests: list[Request], *, max_turns: 
     while pending or active:
         while pending and idle:
             env, (request, trajectory) = idle.pop(), pending.popleft()
-            answer = guarded(trajectory, lambda: env.reset(task=request.task, seed=request.seed))
+            how = {"enriched": True} if request.enriched else {}  # an environment without hints never sees the word
+            answer = guarded(trajectory, lambda: env.reset(task=request.task, seed=request.seed, **how))
             if answer is None:
                 idle.append(env)
                 continue
             trajectory.first_observation, trajectory.info = answer
+            trajectory.system_prompt, trajectory.tools = env.system_prompt, env.tools
             active.append((env, trajectory))
-        prompts = [chat.prompt(messages_of(t, chat, env.system_prompt, history)) for env, t in active]
+        prompts = [chat.prompt(messages_of(t, chat, history), t.tools) for _, t in active]
         for (env, trajectory), prompt in zip(active, prompts):
             if len(prompt) + max_new_tokens > max_context:
                 trajectory.end, trajectory.error = "context_full", f"a prompt of {len(prompt)} tokens"
@@ -238,7 +272,8 @@ def play_turn(env, trajectory, chat, prompt, action_ids, max_turns):
     answer = guarded(trajectory, lambda: env.step(action))
     observation, reward, terminated, truncated, info = answer or ("", math.nan, False, False, {})
     trajectory.turns.append(Turn(prompt, action_ids, action, observation, reward, bool(info.get("valid", False)),
-                                 "end" if action_ids and action_ids[-1] in chat.end_ids else "length"))
+                                 "end" if action_ids and action_ids[-1] in chat.end_ids else "length",
+                                 trajectory.info.get("hint")))
     add_turn(trajectory.rows, prompt, action_ids)
     trajectory.reward += reward
     trajectory.info = info or trajectory.info

@@ -38,7 +38,7 @@ def run_folder(config, algorithm):
 
 def open_folder(config, algorithm) -> tuple[Path, int]:
     """A folder that exists is only touched if the user said how."""
-    folder = Path(config.out or f"runs/{config.env}__{algorithm}__none__{config.seed}")
+    folder = Path(config.out or f"runs/{config.env}__{algorithm}__{config.enrich}__{config.seed}")
     step = 0
     if folder.exists() and config.overwrite:
         if any(folder.iterdir()) and not (folder / "config.json").exists():
@@ -121,8 +121,8 @@ def record(step, trajectory) -> dict:
             "enriched": trajectory.enriched, "success": trajectory.success, "end": trajectory.end,
             "reward": trajectory.reward if math.isfinite(trajectory.reward) else None, "error": trajectory.error,
             "first_observation": trajectory.first_observation,
-            "turns": [{"action": turn.action, "observation": turn.observation, "valid": turn.valid} for turn in
-                      trajectory.turns]}
+            "turns": [{**({"hint": turn.hint} if turn.hint else {}), "action": turn.action,
+                       "observation": turn.observation, "valid": turn.valid} for turn in trajectory.turns]}
 
 
 def peak_memory() -> int:

@@ -69,6 +69,16 @@ class Config:
     warm_start_steps: int = option(16, "optimizer steps of the warm start")
     warm_start_batch: int = option(16, "episodes per optimizer step of the warm start")
     warm_start_lr: float = option(5e-4, "learning rate of the warm start")
+    # Enriched feedback (enrich.py)
+    enrich: str = option("none", "strategy: none, ag-early, ag-late, oe-early, oe-late, hybrid, or a control of enrich.py")
+    enrich_probability: float = option(0.5, "chance that a group of episodes is enriched")
+    enrich_early: str = option("1,3", "first and last turn of the early window")
+    enrich_late: str = option("6,10", "first and last turn of the late window")
+    enrich_switch: float = option(0.5, "share of the steps after which hybrid and reversed switch")
+    enrich_mixed: bool = option(False, "a coin for each episode instead of each group (the paper's ablation)")
+    enrich_anneal: bool = option(False, "ours: the chance falls linearly to 0 over training")
+    enrich_positive_only: bool = option(False, "ours: negative advantages are set to 0, in every episode")
+    enrich_train_context: str = option("as-sampled", "as-sampled, or ours: stripped or stripped-ratio (train without the hints)")
     # Evaluation and logs
     eval_every: int = option(10, "evaluate on valid tasks of the standard environment every so many steps (0: never)")
     eval_episodes: int = option(64, "tasks per evaluation, the same ones each time")
@@ -109,7 +119,8 @@ def check(config):
     for name in ("temperature", "eval_temperature"):
         if getattr(config, name) < 0:
             raise BadInput(f"--{name.replace('_', '-')} must be 0 (greedy) or above, got {getattr(config, name)}")
-    choices = {"bits": (0, 4, 16, 32), "optimizer": ("adamw", "paged_adamw_8bit"), "warm_start": ("", "random", "gold")}
+    choices = {"bits": (0, 4, 16, 32), "optimizer": ("adamw", "paged_adamw_8bit"), "warm_start": ("", "random", "gold"),
+               "enrich_train_context": ("as-sampled", "stripped", "stripped-ratio")}
     for name, allowed in choices.items():
         if getattr(config, name) not in allowed:
             raise BadInput(f"--{name.replace('_', '-')} must be one of {', '.join(str(a) or 'nothing' for a in allowed)}, "
@@ -139,12 +150,14 @@ def train(config, algorithm, loss, advantages, *, clip, use_reference=False, seq
     import torch
     from tqdm import tqdm
 
+    from enrich import EnrichedEnv, schedule_of, train_context
     from envs import make_env, parse_options
     from evaluate import evaluate, fixed_tasks, table
     from learner import update
     from model import freeze_reference, make_optimizer
     from rollout import rollout, sampler
     from runs import append, draw_curve, record, run_folder, save_checkpoint
+    from warmstart import warm_up
 
     if config.temperature == 0:
         raise BadInput("training needs --temperature above 0: greedy episodes of a group are all alike")
@@ -152,6 +165,9 @@ def train(config, algorithm, loss, advantages, *, clip, use_reference=False, seq
     tasks = tasks_of(config, options)
     num_envs = min(config.num_envs, config.tasks_per_step * config.group)
     envs = [make_env(config.env, options) for _ in range(num_envs)]
+    schedule = schedule_of(config)
+    schedule.check(envs[0], tasks["train"], config.max_turns or envs[0].max_turns)
+    enriched_envs = [EnrichedEnv(env, schedule) for env in envs]  # for training; evaluations get `envs`
     with run_folder(config, algorithm) as (folder, first_step):
         fresh = first_step == 1
         model, chat = load_policy(config, options, None if fresh else str(folder / "checkpoint"))
@@ -179,10 +195,11 @@ def train(config, algorithm, loss, advantages, *, clip, use_reference=False, seq
         bar = tqdm(range(first_step, config.steps + 1), initial=first_step - 1, total=config.steps, disable=None)
         for step in bar:
             started, played = time.perf_counter(), []
-            requests_of = group_requests(config, step, tasks["train"])
+            schedule.step = step
+            requests_of = group_requests(config, step, tasks["train"], schedule.enriched)
 
             def sample(num_groups):
-                new = rollout(act, chat, envs, requests_of(num_groups), **limits)
+                new = rollout(act, chat, enriched_envs, requests_of(num_groups), **limits)
                 played.extend(new)
                 return [new[n:n + config.group] for n in range(0, len(new), config.group)]
 
@@ -195,8 +212,11 @@ def train(config, algorithm, loss, advantages, *, clip, use_reference=False, seq
             lengths_N = torch.tensor([t.length for t in batch])
             groups_N = torch.tensor([t.group for t in batch])
             advantages_N = advantages(shape_rewards(rewards_N, lengths_N), groups_N)
+            if config.enrich_positive_only:
+                advantages_N = advantages_N.clamp(min=0)
             try:
-                stats = update(model, optimizer, batch, advantages_N, loss, pad_id=chat.pad_id, clip=clip, seed=step,
+                context = train_context(config, batch, chat, model)
+                stats = update(model, optimizer, context, advantages_N, loss, pad_id=chat.pad_id, clip=clip, seed=step,
                                temperature=config.temperature, minibatches=config.minibatches,
                                micro_batch_tokens=config.micro_batch_tokens, use_reference=use_reference,
                                sequence_ratio=sequence_ratio, max_grad_norm=config.max_grad_norm,
@@ -240,7 +260,7 @@ def tasks_of(config, options) -> dict[str, list[str]]:
             for split in ("train", "valid", "test")}
 
 
-def group_requests(config, step, tasks):
+def group_requests(config, step, tasks, enriched=lambda group, rollout: False):
     """`requests_of(n)` -> the episodes of the next n groups of this step: a task and a seed for each group, every
     task once before any comes again."""
     from rollout import Request
@@ -255,7 +275,7 @@ def group_requests(config, step, tasks):
             if group == len(order):
                 order.extend(rng.sample(tasks, len(tasks)))
             seed = rng.randrange(2 ** 31)
-            requests += [Request(order[group], group, seed) for _ in range(config.group)]
+            requests += [Request(order[group], group, seed, enriched(group, n)) for n in range(config.group)]
         return requests
 
     requests_of.groups = 0
@@ -276,6 +296,8 @@ def episode_metrics(played, group) -> dict:
             "turns": mean([len(t.turns) for t in played]), "tokens": mean([t.length for t in played]),
             "valid_action_fraction": mean([turn.valid for turn in turns]),
             "length_stop_fraction": mean([turn.stop == "length" for turn in turns]),
+            **{f"success_{name}": mean([t.success for t in played if t.enriched == enriched]) for name, enriched in
+               (("hinted", True), ("plain", False)) if any(t.enriched == enriched for t in played)},
             **{f"end_{end}": mean([t.end == end for t in played]) for end in sorted({t.end for t in played})}}
 
 
@@ -314,23 +336,6 @@ def load_policy(config, options, checkpoint=None):
     if config.gradient_checkpointing:
         base.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return model, Chat(tokenizer, config.thinking, base.generation_config.eos_token_id)
-
-
-def warm_up(config, model, chat, options, tasks, limits):
-    """Supervised steps on scripted play of training tasks, before step 1."""
-    from tqdm import tqdm
-
-    from envs import make_env
-    from warmstart import play, supervise
-
-    drawn = random.Random(f"warm start {config.seed}").choices(tasks, k=config.warm_start_steps * config.warm_start_batch)
-    rows = [row for t in play(lambda: make_env(config.env, options), chat, drawn, config.warm_start, seed=config.seed,
-                              **limits) for row in t.rows]
-    with tqdm(total=config.warm_start_steps, desc=f"warm start ({config.warm_start})", disable=None) as bar:
-        supervise(model, rows, chat.pad_id, steps=config.warm_start_steps, batch=config.warm_start_batch,
-                  lr=config.warm_start_lr, seed=config.seed, micro_batch_tokens=config.micro_batch_tokens,
-                  gradient_checkpointing=config.gradient_checkpointing,
-                  progress=lambda step, loss: (bar.update(), bar.set_postfix(loss=f"{loss:.3f}")))
 
 
 def cli(main):

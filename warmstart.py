@@ -11,7 +11,7 @@ import random
 
 import torch
 
-from envs import BadInput, Env
+from envs import BadInput, Env, make_env
 from learner import micro_batches, pad
 from model import token_logps
 from rollout import Request, rollout
@@ -27,7 +27,7 @@ class Play(Env):
         self.rng = random.Random(f"play {task} {seed}")
         self.named = self.kind == "random" and self.rng.random() < self.named_share
         observation, info = self.env.reset(task=task, seed=seed)
-        self.system_prompt = self.env.system_prompt
+        self.system_prompt, self.tools = self.env.system_prompt, self.env.tools
         observation = self._plan(observation, info)
         if self.planned is None:
             raise BadInput(f"the environment knows no gold actions for {task}; use --warm-start random")
@@ -87,3 +87,17 @@ def supervise(model, rows, pad_id, *, steps: int, batch: int, lr: float, seed: i
         progress(step, value)
     model.eval()
     return value
+
+
+def warm_up(config, model, chat, options, tasks, limits):
+    """Supervised steps on scripted play of training tasks, before step 1."""
+    from tqdm import tqdm
+
+    drawn = random.Random(f"warm start {config.seed}").choices(tasks, k=config.warm_start_steps * config.warm_start_batch)
+    rows = [row for t in play(lambda: make_env(config.env, options), chat, drawn, config.warm_start, seed=config.seed,
+                              **limits) for row in t.rows]
+    with tqdm(total=config.warm_start_steps, desc=f"warm start ({config.warm_start})", disable=None) as bar:
+        supervise(model, rows, chat.pad_id, steps=config.warm_start_steps, batch=config.warm_start_batch,
+                  lr=config.warm_start_lr, seed=config.seed, micro_batch_tokens=config.micro_batch_tokens,
+                  gradient_checkpointing=config.gradient_checkpointing,
+                  progress=lambda step, loss: (bar.update(), bar.set_postfix(loss=f"{loss:.3f}")))

@@ -19,6 +19,7 @@ class Env:
 
     system_prompt: str = ""
     max_turns: int = 30  # the usual limit of this benchmark; the caller counts the turns
+    tools: list[dict] | None = None  # JSON schemas of functions that the chat template lists, or None
 
     @classmethod
     def tasks(cls, split: str, **options) -> list[str]:

@@ -241,8 +241,9 @@ class SciWorld(Env):
         was done of it so far ("next"). None without a gold path, or with nothing left to say."""
         path = self._gold_path()
         actions = path[:3] if self.guidance == "first-three" else path[self._gold_steps_done(path):][:3]
-        if not actions:
-            return None
+        return self.phrase(actions) if actions else None
+
+    def phrase(self, actions):
         lead = "A way that works begins" if self.guidance == "first-three" else "A way that works goes on"
         return ("Take care before you focus on anything: a wrong object ends the task in failure. "
                 f"{lead} with: {', then '.join(actions)}.")
