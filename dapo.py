@@ -34,8 +34,8 @@ def overlong_penalty(lengths_N, max_length, cache):
 
 def keep_group(rewards_G) -> bool:
     """Eq. 11's condition: not all alike (0 < #correct < G for rewards of 0 and 1), over the episodes with a reward."""
-    rewards_G = torch.as_tensor(rewards_G, dtype=torch.float32)
-    return len(rewards_G[~rewards_G.isnan()].unique()) > 1
+    rewards_G = torch.as_tensor(rewards_G, dtype=torch.float64)
+    return len(rewards_G[rewards_G.isfinite()].unique()) > 1
 
 
 def fill_batch(sample, num_groups, max_rounds):
@@ -72,6 +72,7 @@ def dapo_loss(logp_BT, old_logp_BT, advantages_B, mask_BT, *, num_tokens, eps_lo
 def main(argv=None):
     from dataclasses import dataclass, field
 
+    from envs import BadInput
     from grpo import group_advantages
     from train import Config, parse, train
 
@@ -85,6 +86,11 @@ def main(argv=None):
         overlong_cache: int = field(default=0, metadata={"help": "tokens over which it grows (0: a fifth of the maximum)"})
 
     config = parse(DAPOConfig, argv, description="Train with DAPO (arXiv 2503.14476).")
+    cache = config.overlong_cache or max(config.overlong_max // 5, 1)
+    if not (config.eps_low > 0 and config.eps_high > 0 and config.max_rounds >= 1):
+        raise BadInput("--eps-low and --eps-high must be above 0, --max-rounds at least 1")
+    if config.overlong_max < 0 or cache < 1 or (config.overlong_max and cache > config.overlong_max):
+        raise BadInput(f"--overlong-cache {cache} must lie in 1..--overlong-max {config.overlong_max}")
 
     def loss(batch):
         return dapo_loss(batch.logp_BT, batch.old_logp_BT, batch.advantages_B, batch.mask_BT,
@@ -93,7 +99,6 @@ def main(argv=None):
     def shaped(rewards_N, lengths_N):
         if not config.overlong_max:
             return rewards_N
-        cache = config.overlong_cache or max(config.overlong_max // 5, 1)
         return rewards_N + overlong_penalty(lengths_N, config.overlong_max, cache)
 
     train(config, "dapo", loss, group_advantages, clip=(config.eps_low, config.eps_high),

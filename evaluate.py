@@ -5,7 +5,6 @@
 
 With `--samples n` each task is played n times and pass@k is the unbiased estimate of arXiv 2107.03374, Eq. 1.
 """
-import json
 import math
 import sys
 from pathlib import Path
@@ -37,16 +36,17 @@ def evaluate(act, chat, envs, tasks, *, samples: int = 1, **limits) -> dict:
     """Play each task `samples` times; episode n of the list has seed n, whatever was played before.
 
     An episode whose environment broke counts as no success. The interval treats episodes as independent: with
-    samples > 1 they are not quite, and it is too narrow. Returns success, interval, episodes, score (mean return),
-    valid_action_fraction, turns, env_errors, and pass@k for samples > 1.
+    samples > 1 they are not quite, and it is too narrow. Returns success, interval, episodes, score (mean of
+    the benchmark's own score, 0 to 100 on ScienceWorld, else of the return), valid_action_fraction, turns, env_errors, and pass@k for samples > 1.
     """
-    from rollout import Request, rollout
+    from rollout import Request, refuse_if_nothing_fits, rollout
 
     requests = [Request(task, group=n, seed=n) for n, task in enumerate(tasks) for _ in range(samples)]
     played = rollout(act, chat, envs, requests, **limits)
+    refuse_if_nothing_fits(played, limits.get("max_context"))
     successes = sum(t.success for t in played)
     turns = [turn for t in played for turn in t.turns]
-    scores = [t.info["score"] if "score" in t.info else t.reward for t in played if t.end != "env_error"]
+    scores = [t.reward if t.info.get("score") is None else t.info["score"] for t in played if t.end != "env_error"]
     result = {"success": successes / len(played), "interval": wilson(successes, len(played)), "episodes": len(played),
               "score": sum(scores) / max(len(scores), 1), "valid_action_fraction": sum(turn.valid for turn in turns) /
               max(len(turns), 1), "turns": len(turns) / len(played),
@@ -72,7 +72,7 @@ def table(env_name: str, rows) -> str:
 def main(argv=None):
     from dataclasses import dataclass, fields
 
-    from train import Config, load_policy, option, parse
+    from train import Config, option, parse
 
     @dataclass
     class EvaluateConfig(Config):
@@ -93,11 +93,12 @@ def options_of(run, names) -> list[str]:
     """The options of a finished run, as command line words."""
     from envs import BadInput
 
-    path = Path(run) / "config.json"
-    if not path.exists() or not (Path(run) / "adapter").exists():
+    from runs import about
+
+    if "algorithm" not in about(run) or not (Path(run) / "adapter").exists():
         raise BadInput(f"{run} is no finished run (no config.json or no adapter/); for a bare model pass --model")
     words = []
-    for name, value in json.loads(path.read_text()).items():
+    for name, value in about(run).items():
         if name in names and value not in ("", []):
             words += [f"--{name}", *(map(str, value) if isinstance(value, list) else [str(value)])]
     return words
@@ -106,16 +107,18 @@ def options_of(run, names) -> list[str]:
 def evaluate_config(config, run):
     import torch
 
-    from envs import BadInput, make_env, parse_options, select_tasks
+    from envs import BadInput, make_env, parse_options
     from rollout import sampler
-    from train import load_policy
+    from train import load_policy, tasks_of
 
     if config.samples < 1:
         raise BadInput(f"--samples must be at least 1, got {config.samples}")
     if config.samples > 1 and config.temperature == 0:
         raise BadInput("--samples above 1 needs --temperature above 0: greedy episodes are all alike")
     options = parse_options(config.env_options)
-    tasks = fixed_tasks(select_tasks(config.env, config.split, config.tasks, options), config.eval_episodes)
+    if config.split not in ("train", "valid", "test"):
+        raise BadInput(f"--split must be train, valid or test, got {config.split!r}")
+    tasks = fixed_tasks(tasks_of(config, options)[config.split], config.eval_episodes)
     if run:
         config.adapter = str(Path(run) / "adapter")
     model, chat = load_policy(config, options)

@@ -16,7 +16,8 @@ What differs from the paper:
 1. The standard deviation is the sample's (ddof=1) and eps=1e-6 is added to it, as in TRL and verl; the paper says "std".
 2. An answer is a whole episode; the observations between its turns are context, never trained on.
 3. A group of equal rewards has advantage exactly 0; it still counts in N, and still gets the KL term when beta > 0.
-4. An episode whose environment broke (reward NaN) has advantage 0, and the baseline of its group is taken without it.
+4. An episode whose environment broke (reward NaN) has advantage 0, and the baseline of its group is taken without it;
+   like the episodes of note 3 it still counts in N and gets the KL term.
 5. beta = 0 by default (the paper: 0.04), as in later practice and in arXiv 2609.08404's second configuration.
 6. One reward at the end of the episode (outcome supervision); process supervision is not here.
 """
@@ -69,6 +70,7 @@ def grpo_loss(logp_BT, old_logp_BT, advantages_B, mask_BT, *, num_trajectories, 
 def main(argv=None):
     from dataclasses import dataclass, field
 
+    from envs import BadInput
     from train import Config, parse, train
 
     @dataclass
@@ -77,6 +79,8 @@ def main(argv=None):
         beta: float = field(default=0.0, metadata={"help": "weight of the KL to the reference (the paper: 0.04)"})
 
     config = parse(GRPOConfig, argv, description="Train with GRPO (arXiv 2402.03300).")
+    if not (config.eps > 0 and config.beta >= 0):
+        raise BadInput(f"--eps must be above 0 and --beta at least 0, got {config.eps} and {config.beta}")
 
     def loss(batch):
         return grpo_loss(batch.logp_BT, batch.old_logp_BT, batch.advantages_B, batch.mask_BT,

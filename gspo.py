@@ -41,6 +41,7 @@ def gspo_loss(logp_BT, old_logp_BT, advantages_B, mask_BT, *, num_trajectories, 
 def main(argv=None):
     from dataclasses import dataclass, field
 
+    from envs import BadInput
     from grpo import group_advantages
     from train import Config, parse, train
 
@@ -51,6 +52,8 @@ def main(argv=None):
         eps_high: float = field(default=4e-4, metadata={"help": "clip range above 1"})
 
     config = parse(GSPOConfig, argv, description="Train with GSPO (arXiv 2507.18071).")
+    if not (config.eps_low > 0 and config.eps_high > 0):
+        raise BadInput(f"--eps-low and --eps-high must be above 0, got {config.eps_low} and {config.eps_high}")
 
     def loss(batch):
         return gspo_loss(batch.logp_BT, batch.old_logp_BT, batch.advantages_B, batch.mask_BT,

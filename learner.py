@@ -50,7 +50,7 @@ def update(model, optimizer, batch, advantages_N, loss, *, pad_id, temperature=1
     detached from the new ones when there is one update, computed before the first of several; a row that was sampled in
     another context brings its own (`Row.old_logp`). Rows without advantage
     are not computed unless there is a reference, whose KL they pay; the normalisers count them all the same, and the
-    metrics are over the rows computed. Raises FloatingPointError when a gradient is not finite, before the step.
+    metrics are over the rows computed. Raises FloatingPointError when a gradient or a parameter is not finite.
     """
     rows_N = [[(row, n) for row in trajectory.rows] for n, trajectory in enumerate(batch)]
     lengths_N = torch.tensor([trajectory.length for trajectory in batch])
@@ -103,9 +103,11 @@ def update(model, optimizer, batch, advantages_N, loss, *, pad_id, temperature=1
         if norms[-1] != norms[-1] or norms[-1] == float("inf"):
             raise FloatingPointError(f"the gradient is {norms[-1]}")
         optimizer.step()
+        if not all(p.isfinite().all() for p in trainable):
+            raise FloatingPointError("the step made parameters that are not finite")
     model.eval()
     tokens, units = max(totals.get("tokens", 0), 1), max(totals.get("units", 0), 1)
-    stats = {"loss": totals.get("loss", 0.0), "grad_norm": sum(norms) / max(len(norms), 1),
+    stats = {"learn_tokens": totals.get("tokens", 0), "loss": totals.get("loss", 0.0), "grad_norm": sum(norms) / max(len(norms), 1),
              "entropy": totals.get("entropy", 0.0) / tokens, "approx_kl": totals.get("approx_kl", 0.0) / tokens,
              "clip_fraction": totals.get("clipped", 0) / units, "ratio_max": totals.get("ratio_max", 1.0)}
     return stats | ({"kl_reference": totals.get("kl_reference", 0.0) / tokens} if use_reference else {})

@@ -9,6 +9,7 @@ and recomputes them in the backward pass: at a vocabulary of 151,936 the logits 
 import copy
 import json
 import os
+import sys
 from contextlib import contextmanager
 
 import torch
@@ -26,6 +27,10 @@ def load_model(name: str, bits: int = 0, device=None):
     Raises OSError (no such model) or ValueError (a kind of model that this file cannot score).
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, GenerationConfig
+    from transformers.utils import logging
+
+    if not sys.stderr.isatty():
+        logging.disable_progress_bar()
 
     device = torch.device(device or default_device())
     if bits not in (0, 4, 16, 32):
@@ -68,7 +73,11 @@ def load_adapter(model, folder: str, trainable: bool = True):
 
     if not os.path.exists(os.path.join(folder, "adapter_config.json")):
         raise OSError(f"the folder {folder} holds no adapter (no adapter_config.json)")
-    return PeftModel.from_pretrained(model, folder, is_trainable=trainable).eval()
+    model = PeftModel.from_pretrained(model, folder, is_trainable=trainable).eval()
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0  # an adapter from elsewhere may bring its own
+    return model
 
 
 def adapter_base(folder: str) -> str | None:

@@ -101,9 +101,14 @@ class Chat:
             lambda text: tuple(tokenizer(text, add_special_tokens=False)["input_ids"]))
 
     def _render(self, messages, tools=None):
-        return self.tokenizer.apply_chat_template([{"role": role, "content": content} for role, content in messages],
-                                                  tools=tools, tokenize=False, add_generation_prompt=True,
-                                                  enable_thinking=self.thinking)
+        from jinja2 import TemplateError
+
+        try:
+            return self.tokenizer.apply_chat_template(
+                [{"role": role, "content": content} for role, content in messages], tools=tools, tokenize=False,
+                add_generation_prompt=True, enable_thinking=self.thinking)
+        except TemplateError as error:
+            raise BadInput(f"this model's chat template refuses the conversation: {error}") from error
 
     def _text_ids(self, text: str) -> tuple[int, ...]:
         """Outside text -> ids, none of them an added token: such a token's text is cut after its first character."""
@@ -174,6 +179,10 @@ def sampler(model, chat: Chat, *, temperature: float = 1.0, max_new_tokens: int 
         model.eval()  # in training mode with activation checkpointing, generate would drop its cache
         try:
             out = model.generate(input_ids=ids, attention_mask=mask, generation_config=config)[:, width:].tolist()
+        except RuntimeError as error:
+            if "probability tensor" not in str(error):
+                raise
+            raise FloatingPointError("the policy's probabilities are not finite") from error
         finally:
             model.train(training)
         ends = [next((n + 1 for n, i in enumerate(row) if i in chat.end_ids), len(row)) for row in out]
@@ -230,22 +239,24 @@ def rollout(act, chat: Chat, envs: list, requests: list[Request], *, max_turns: 
 
     act: `act(prompts) -> sampled ids` for a batch of prompts (see `sampler`). max_turns: actions per episode.
     max_context: tokens of prompt and action together. history: "full" keeps the conversation, "window:2" rebuilds each
-    prompt from the first observation, all past actions and the last 2 observations. An exception inside an environment
-    ends that episode alone: end "env_error", reward NaN. Raises BadInput if no first prompt fits into max_context.
+    prompt from the first observation, all past actions and the last 2 observations. An exception inside an environment,
+    or an answer that is not of the contract's types, ends that episode alone: end "env_error", reward NaN.
     """
     if history != "full" and not re.fullmatch(r"window:[1-9]\d*", history):
         raise BadInput(f"history must be full or window:N, got {history!r}")
     if not envs:
         raise ValueError("rollout needs at least one environment")
     results = [Trajectory(r.task, r.group, r.seed, r.enriched) for r in requests]
-    pending, active, idle = deque(zip(requests, results)), [], list(envs)
+    pending, active, idle, aside = deque(zip(requests, results)), [], list(envs), []
     while pending or active:
+        if not idle and not active:
+            idle, aside = aside, []
         while pending and idle:
             env, (request, trajectory) = idle.pop(), pending.popleft()
             how = {"enriched": True} if request.enriched else {}  # an environment without hints never sees the word
-            answer = guarded(trajectory, lambda: env.reset(task=request.task, seed=request.seed, **how))
-            if answer is None:
-                idle.append(env)
+            answer = guarded(trajectory, lambda: env.reset(task=request.task, seed=request.seed, **how), (str, dict))
+            if answer is None:  # used again only when no other is left: a dead one would break every waiting episode
+                aside.append(env)
                 continue
             trajectory.first_observation, trajectory.info = answer
             trajectory.system_prompt, trajectory.tools = env.system_prompt, env.tools
@@ -261,15 +272,19 @@ def rollout(act, chat: Chat, envs: list, requests: list[Request], *, max_turns: 
             play_turn(env, trajectory, chat, prompt, action_ids, max_turns)
         idle += [env for env, t in playing if t.end]
         active = [(env, t) for env, t in playing if not t.end]
-    if results and all(t.end == "context_full" and not t.turns for t in results):
-        raise BadInput(f"no first prompt fits: {results[0].error} + {max_new_tokens} new ones are more than the context "
-                       f"of {max_context}; raise --max-context or shorten the environment's prompt")
     return results
+
+
+def refuse_if_nothing_fits(played, max_context):
+    """At the start of a run: a context too short for every first prompt is the caller's mistake."""
+    if played and all(t.end == "context_full" and not t.turns for t in played):
+        raise BadInput(f"no first prompt fits: {played[0].error} and the new ones are more than the context of "
+                       f"{max_context}; raise --max-context or lower --max-new-tokens")
 
 
 def play_turn(env, trajectory, chat, prompt, action_ids, max_turns):
     action = chat.action_text(action_ids)
-    answer = guarded(trajectory, lambda: env.step(action))
+    answer = guarded(trajectory, lambda: env.step(action), (str, float, bool, bool, dict))
     observation, reward, terminated, truncated, info = answer or ("", math.nan, False, False, {})
     trajectory.turns.append(Turn(prompt, action_ids, action, observation, reward, bool(info.get("valid", False)),
                                  "end" if action_ids and action_ids[-1] in chat.end_ids else "length",
@@ -286,10 +301,13 @@ def play_turn(env, trajectory, chat, prompt, action_ids, max_turns):
         trajectory.end = "turn_limit"
 
 
-def guarded(trajectory, call):
-    """The environment's answer, or None if it broke: then the episode has ended, and a line on stderr says why."""
+def guarded(trajectory, call, types):
+    """The environment's answer as these types, or None if it broke: then the episode has ended, and a line says why."""
     try:
-        return call()
+        answer = call()
+        if len(answer) != len(types) or not isinstance(answer[0], str):
+            raise TypeError(f"expected {len(types)} values, text first, got {type(answer[0]).__name__} of {len(answer)}")
+        return tuple(kind(value) for kind, value in zip(types, answer))
     except BadInput:
         raise
     except Exception as error:  # anything: a broken environment must not end a run of days

@@ -28,36 +28,73 @@ from envs import BadInput
 def run_folder(config, algorithm):
     """(the run's folder, the first step to do). A command that proves wrong before the first step leaves no folder."""
     folder, first_step = open_folder(config, algorithm)
+    before = folder.with_name(folder.name + ".before")  # what --overwrite replaces, until a first step is done
     try:
         yield folder, first_step
-    except BadInput:
-        if not (folder / "metrics.jsonl").exists():
+    finally:
+        if (folder / "metrics.jsonl").exists():
+            shutil.rmtree(before, ignore_errors=True)
+        else:
             shutil.rmtree(folder)
-        raise
+            if before.exists():
+                before.rename(folder)
+
+
+FREE = {"steps", "out", "resume", "overwrite", "lr", "save_every", "eval_every", "eval_episodes", "eval_temperature",
+        "micro_batch_tokens", "tensorboard"}  # options that a resumed run may change
 
 
 def open_folder(config, algorithm) -> tuple[Path, int]:
     """A folder that exists is only touched if the user said how."""
     folder = Path(config.out or f"runs/{config.env}__{algorithm}__{config.enrich}__{config.seed}")
-    step = 0
-    if folder.exists() and config.overwrite:
-        if any(folder.iterdir()) and not (folder / "config.json").exists():
-            raise BadInput(f"{folder} is not a run's folder; it is not deleted: choose another --out")
-        shutil.rmtree(folder)
+    if folder.exists() and not folder.is_dir():
+        raise BadInput(f"{folder} is a file: choose another --out")
     if config.resume:
-        step = checkpoint_step(folder)
-        if step >= config.steps:
-            raise BadInput(f"the run in {folder} has done its {step} steps; to go on, raise --steps")
-        for name in ("metrics.jsonl", "rollouts.jsonl", "evaluations.jsonl"):  # what came after the checkpoint
-            keep = [row for row in read(folder / name) if row["step"] <= step]
-            replace(folder / name, "".join(json.dumps(row) + "\n" for row in keep))
-    elif folder.exists() and any(folder.iterdir()):
-        raise BadInput(f"the folder {folder} exists: pass --resume to go on, --overwrite to start again, or another --out")
+        return folder, resume(folder, config, algorithm) + 1
+    if folder.exists() and any(folder.iterdir()):
+        if not config.overwrite:
+            raise BadInput(f"the folder {folder} exists: pass --resume to go on, --overwrite to start again, or another "
+                           f"--out")
+        if "algorithm" not in about(folder):
+            raise BadInput(f"{folder} is not a run's folder; it is not deleted: choose another --out")
+        before = folder.with_name(folder.name + ".before")
+        shutil.rmtree(before, ignore_errors=True)
+        folder.rename(before)
     folder.mkdir(parents=True, exist_ok=True)
-    about = {"algorithm": algorithm, **dataclasses.asdict(config), "commit": commit(), "python": sys.version.split()[0],
-             "versions": {name: importlib.metadata.version(name) for name in ("torch", "transformers", "peft")}}
-    replace(folder / "config.json", json.dumps(about, indent=2) + "\n")
-    return folder, step + 1
+    return folder, 1
+
+
+def resume(folder, config, algorithm) -> int:
+    """The step to go on from; refuses another run's options, and cuts off what was logged after the checkpoint."""
+    step, was = checkpoint_step(folder), about(folder)
+    if was.get("algorithm") != algorithm:
+        raise BadInput(f"the run in {folder} is one of {was.get('algorithm')}.py, not {algorithm}.py")
+    for name, value in dataclasses.asdict(config).items():
+        if name not in FREE and name in was and was[name] != value:
+            raise BadInput(f"the run in {folder} has --{name.replace('_', '-')} {was[name]}, not {value}: resume with its "
+                           f"options, or start another run")
+    done = [row["step"] for row in read(folder / "evaluations.jsonl") if row["split"] == "test"]
+    if step >= config.steps and config.steps in done:
+        raise BadInput(f"the run in {folder} has done its {step} steps; to go on, raise --steps")
+    for name in ("metrics.jsonl", "rollouts.jsonl", "evaluations.jsonl"):
+        keep = [row for row in read(folder / name) if row["step"] <= step]
+        replace(folder / name, "".join(json.dumps(row) + "\n" for row in keep))
+    return step
+
+
+def about(folder) -> dict:
+    """A run's config.json, or {} where there is none that can be read."""
+    try:
+        return json.loads((Path(folder) / "config.json").read_text())
+    except (OSError, ValueError):
+        return {}
+
+
+def write_config(folder, config, algorithm):
+    """Options, versions and commit."""
+    versions = {name: importlib.metadata.version(name) for name in ("torch", "transformers", "peft")}
+    replace(folder / "config.json", json.dumps({"algorithm": algorithm, **dataclasses.asdict(config), "commit": commit(),
+                                                "python": sys.version.split()[0], "versions": versions}, indent=2) + "\n")
 
 
 def commit() -> str:
@@ -77,8 +114,14 @@ def append(path, row: dict):
 def read(path) -> list[dict]:
     if not Path(path).exists():
         return []
-    with open(path) as file:
-        return [json.loads(line) for line in file]
+    rows, lines = [], Path(path).read_text().splitlines()
+    for number, line in enumerate(lines, 1):
+        try:
+            rows.append(json.loads(line))
+        except ValueError as error:
+            if number < len(lines):  # only the last line can be one that a stop cut in half
+                raise BadInput(f"{path}, line {number}, is not JSON: {error}") from error
+    return rows
 
 
 def replace(path, text: str):

@@ -5,7 +5,7 @@ follows a command that a hint names. For keydoor it is shipped (tiny-keydoor/, 1
 another environment it is made on first use and cached in ~/.cache/scaffold-funnel (or $SCAFFOLD_FUNNEL_CACHE), under a
 name that depends on everything it is made from; the same seed gives the same model.
 
-    python tiny.py --env keydoor --out tiny-keydoor --seed 0
+    python tiny.py --env keydoor --out made-anew --seed 0
 """
 import hashlib
 import inspect
@@ -122,6 +122,7 @@ def main(argv=None):
 
     import torch
 
+    import envs
     from envs import make_env, parse_options, select_tasks
     from model import load_model
     from rollout import Chat, Request, rollout, sampler
@@ -135,14 +136,16 @@ def main(argv=None):
     args = parser.parse_args(argv)
     options = parse_options(args.env_options)
     tasks = select_tasks(args.env, "train", args.tasks, options)
+    if args.out and os.path.exists(args.out):
+        raise envs.BadInput(f"{args.out} exists: move it away, or choose another --out")
     if args.out:
         build(args.out, args.env, KEYDOOR if args.env == "keydoor" and not options else [options], args.tasks, args.seed)
     folder = args.out or tiny(args.env, options, args.tasks, args.seed)
     model, tokenizer = load_model(folder)
-    chat, envs = Chat(tokenizer), [make_env(args.env, options) for _ in range(32)]
+    chat, players = Chat(tokenizer), [make_env(args.env, options) for _ in range(32)]
     torch.manual_seed(args.seed)
-    played = rollout(sampler(model, chat), chat, envs, [Request(task) for task in tasks[:256]],
-                     max_turns=envs[0].max_turns)
+    played = rollout(sampler(model, chat), chat, players, [Request(task) for task in tasks[:256]],
+                     max_turns=players[0].max_turns)
     turns = [turn for trajectory in played for turn in trajectory.turns]
     print(f"{folder}\n{model.num_parameters():,} parameters, {len(tokenizer)} words, "
           f"{sum(turn.valid for turn in turns) / len(turns):.0%} of its actions are valid, "
@@ -150,4 +153,5 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    main()
+    from train import cli
+    cli(main)

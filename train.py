@@ -8,14 +8,16 @@ fill a batch (`collect`) and to shape rewards. One step:
     groups of one task and seed each  ->  episodes (rollout.py)  ->  rewards_N, advantages_N  ->  rows, micro-batches
     ->  log-probs (model.py)  ->  loss shares that add up to the batch's loss  ->  one optimizer step per mini-batch
 
-Every random draw is a function of (seed, step): which tasks, the episodes' seeds, the sampling. So a run that is
-resumed from its checkpoint goes on as if it had never stopped.
+Every random draw is a function of (seed, step): which tasks, the episodes' seeds, the sampling (whose order also depends
+on --num-envs). So a run that is resumed from its checkpoint goes on as if it had never stopped.
 
 What a run writes is in runs.py; what happens between episodes and an optimizer step is in learner.py.
 """
 import logging
+import math
 import os
 import random
+import re
 import sys
 import time
 import warnings
@@ -50,7 +52,7 @@ class Config:
     tasks_per_step: int = option(16, "groups per step, one task each")
     group: int = option(8, "episodes per group")
     minibatches: int = option(1, "optimizer steps per batch of episodes; with 1, every update is on-policy")
-    micro_batch_tokens: int = option(8192, "padded tokens in one forward pass; the result does not depend on it")
+    micro_batch_tokens: int = option(8192, "padded tokens in one forward pass; only rounding depends on it")
     # Episodes
     max_turns: int = option(0, "turns per episode at most (0: the environment's own limit)")
     max_new_tokens: int = option(32, "tokens per turn at most")
@@ -67,7 +69,7 @@ class Config:
     # Warm start
     warm_start: str = option("", "supervised training before step 1, on random (admissible play) or gold (known solutions)")
     warm_start_steps: int = option(16, "optimizer steps of the warm start")
-    warm_start_batch: int = option(16, "episodes per optimizer step of the warm start")
+    warm_start_batch: int = option(16, "rows (with full history, episodes) per optimizer step of the warm start")
     warm_start_lr: float = option(5e-4, "learning rate of the warm start")
     # Enriched feedback (enrich.py)
     enrich: str = option("none", "strategy: none, ag-early, ag-late, oe-early, oe-late, hybrid, or a control of enrich.py")
@@ -114,10 +116,10 @@ def check(config):
             why = ": an advantage compares the episodes of a group" if name == "group" else ""
             raise BadInput(f"--{name.replace('_', '-')} must be at least {least}, got {getattr(config, name)}{why}")
     for name in ("lr", "max_grad_norm", "warm_start_lr"):
-        if not getattr(config, name) > 0:
+        if not 0 < getattr(config, name) < math.inf:
             raise BadInput(f"--{name.replace('_', '-')} must be above 0, got {getattr(config, name)}")
     for name in ("temperature", "eval_temperature"):
-        if getattr(config, name) < 0:
+        if not 0 <= getattr(config, name) < math.inf:
             raise BadInput(f"--{name.replace('_', '-')} must be 0 (greedy) or above, got {getattr(config, name)}")
     choices = {"bits": (0, 4, 16, 32), "optimizer": ("adamw", "paged_adamw_8bit"), "warm_start": ("", "random", "gold"),
                "enrich_train_context": ("as-sampled", "stripped", "stripped-ratio")}
@@ -125,8 +127,7 @@ def check(config):
         if getattr(config, name) not in allowed:
             raise BadInput(f"--{name.replace('_', '-')} must be one of {', '.join(str(a) or 'nothing' for a in allowed)}, "
                            f"got {getattr(config, name)}")
-    if config.history != "full" and not (config.history.startswith("window:") and config.history[7:].isdigit()
-                                         and int(config.history[7:])):
+    if not re.fullmatch(r"full|window:[1-9][0-9]*", config.history):
         raise BadInput(f"--history must be full or window:N, got {config.history!r}")
     if config.resume and config.overwrite:
         raise BadInput("--resume and --overwrite exclude each other")
@@ -155,8 +156,8 @@ def train(config, algorithm, loss, advantages, *, clip, use_reference=False, seq
     from evaluate import evaluate, fixed_tasks, table
     from learner import update
     from model import freeze_reference, make_optimizer
-    from rollout import rollout, sampler
-    from runs import append, draw_curve, record, run_folder, save_checkpoint
+    from rollout import refuse_if_nothing_fits, rollout, sampler
+    from runs import append, draw_curve, read, record, run_folder, save_checkpoint, write_config
     from warmstart import warm_up
 
     if config.temperature == 0:
@@ -171,15 +172,20 @@ def train(config, algorithm, loss, advantages, *, clip, use_reference=False, seq
     with run_folder(config, algorithm) as (folder, first_step):
         fresh = first_step == 1
         model, chat = load_policy(config, options, None if fresh else str(folder / "checkpoint"))
+        write_config(folder, config, algorithm)
         limits = {"max_turns": config.max_turns or envs[0].max_turns, "max_new_tokens": config.max_new_tokens,
                   "max_context": config.max_context, "history": config.history}
         act = sampler(model, chat, temperature=config.temperature, max_new_tokens=config.max_new_tokens)
         test_act = sampler(model, chat, temperature=config.eval_temperature, max_new_tokens=config.max_new_tokens)
 
+        board = tensorboard(folder) if config.tensorboard else None
+
         def test(step, split, policy="trained"):
             torch.manual_seed(config.seed)
             result = evaluate(test_act, chat, envs, fixed_tasks(tasks[split], config.eval_episodes), **limits)
             append(folder / "evaluations.jsonl", {"step": step, "split": split, "policy": policy, **result})
+            if board:
+                board.add_scalar(f"success/{split}", result["success"], step)
             return result
 
         if fresh and config.warm_start:
@@ -188,8 +194,10 @@ def train(config, algorithm, loss, advantages, *, clip, use_reference=False, seq
             freeze_reference(model)
         optimizer = make_optimizer(model, config.lr, config.optimizer)
         if not fresh:
-            optimizer.load_state_dict(torch.load(folder / "checkpoint" / "optimizer.pt", weights_only=True))
-        board = tensorboard(folder) if config.tensorboard else None
+            optimizer.load_state_dict(torch.load(folder / "checkpoint" / "optimizer.pt", weights_only=True,
+                                                 map_location=model.device))
+            for group in optimizer.param_groups:  # the saved state holds the old one
+                group["lr"] = config.lr
         success = test(0, "valid")["success"] if config.eval_every and fresh else None
 
         bar = tqdm(range(first_step, config.steps + 1), initial=first_step - 1, total=config.steps, disable=None)
@@ -204,9 +212,17 @@ def train(config, algorithm, loss, advantages, *, clip, use_reference=False, seq
                 return [new[n:n + config.group] for n in range(0, len(new), config.group)]
 
             torch.manual_seed(random.Random(f"sampling {config.seed} {step}").randrange(2 ** 31))
-            groups = collect(sample, config.tasks_per_step)
+            try:
+                groups = collect(sample, config.tasks_per_step)
+            except FloatingPointError as error:
+                raise diverged(step, error) from error
             batch = [trajectory for group in groups for trajectory in group]
             played_at = time.perf_counter()
+            if step == first_step:
+                refuse_if_nothing_fits(played, config.max_context)
+            if all(t.end == "env_error" for t in played):
+                raise BadInput(f"step {step}: the environment broke in every episode, last with {played[-1].error}; "
+                               f"mend it, then --resume if a checkpoint was saved before")
 
             rewards_N = torch.tensor([t.reward for t in batch], dtype=torch.float64)
             lengths_N = torch.tensor([t.length for t in batch])
@@ -222,9 +238,9 @@ def train(config, algorithm, loss, advantages, *, clip, use_reference=False, seq
                                sequence_ratio=sequence_ratio, max_grad_norm=config.max_grad_norm,
                                gradient_checkpointing=config.gradient_checkpointing)
             except FloatingPointError as error:
-                raise BadInput(f"step {step}: {error}; the checkpoint in {folder} stands: --resume with a lower --lr") from error
+                raise diverged(step, error) from error
             metrics = {"step": step, **episode_metrics(played, config.group), "groups": len(groups), **stats,
-                       **speed(played, batch, played_at - started, time.perf_counter() - played_at)}
+                       **speed(played, stats["learn_tokens"], played_at - started, time.perf_counter() - played_at)}
             append(folder / "metrics.jsonl", metrics)
             for trajectory in played:
                 append(folder / "rollouts.jsonl", record(step, trajectory))
@@ -232,15 +248,19 @@ def train(config, algorithm, loss, advantages, *, clip, use_reference=False, seq
                 success = test(step, "valid")["success"]
             if step % config.save_every == 0 or step == config.steps:
                 save_checkpoint(folder, model, optimizer, step)
+            if not sys.stderr.isatty():  # no bar there
+                print(f"step {step}/{config.steps} reward {metrics['reward']:.3f} success {success}", flush=True)
             bar.set_postfix(reward=f"{metrics['reward']:.2f}", success="-" if success is None else f"{success:.2f}")
             if board:
                 for name, value in metrics.items():
                     board.add_scalar(name, value, step)
 
-        with model.disable_adapter():
-            base = test(0, "test", policy="base")
-        final = test(config.steps, "test")
         model.save_pretrained(folder / "adapter", selected_adapters=["default"])
+        base = next((row for row in read(folder / "evaluations.jsonl") if row["policy"] == "base"), None)
+        if base is None:
+            with model.disable_adapter():
+                base = test(0, "test", policy="base")
+        final = test(config.steps, "test")
         draw_curve([folder], folder / "curve.png")
         if board:
             board.close()
@@ -256,8 +276,12 @@ def tasks_of(config, options) -> dict[str, list[str]]:
     from envs import select_tasks
 
     names = [task.split("/")[0] for task in config.tasks]
-    return {split: select_tasks(config.env, split, config.tasks if split == "train" else names, options)
-            for split in ("train", "valid", "test")}
+    tasks = {split: select_tasks(config.env, split, config.tasks if split == "train" else names, options)
+             for split in ("train", "valid", "test")}
+    for split in tasks:
+        if not tasks[split]:
+            raise BadInput(f"{config.env} has no {split} tasks with these options: change --tasks or --env-options")
+    return tasks
 
 
 def group_requests(config, step, tasks, enriched=lambda group, rollout: False):
@@ -282,6 +306,10 @@ def group_requests(config, step, tasks, enriched=lambda group, rollout: False):
     return requests_of
 
 
+def diverged(step, error) -> BadInput:
+    return BadInput(f"step {step}: {error}; lower --lr, and --resume if a checkpoint was saved before")
+
+
 def mean(values) -> float:
     return float(sum(values)) / len(values) if values else 0.0
 
@@ -290,7 +318,8 @@ def episode_metrics(played, group) -> dict:
     """What docs/grpo.md explains: means over the episodes, turns or groups that were sampled."""
     turns = [turn for t in played for turn in t.turns]
     rewards = [{t.reward for t in played[n:n + group] if t.reward == t.reward} for n in range(0, len(played), group)]
-    return {"reward": mean([t.reward for t in played if t.reward == t.reward]),
+    known = [t.reward for t in played if t.reward == t.reward]
+    return {"reward": mean(known) if known else math.nan,
             "success": mean([t.success for t in played]), "enriched_fraction": mean([t.enriched for t in played]),
             "groups_sampled": len(rewards), "dead_group_fraction": mean([len(values) < 2 for values in rewards]),
             "turns": mean([len(t.turns) for t in played]), "tokens": mean([t.length for t in played]),
@@ -301,13 +330,13 @@ def episode_metrics(played, group) -> dict:
             **{f"end_{end}": mean([t.end == end for t in played]) for end in sorted({t.end for t in played})}}
 
 
-def speed(played, batch, rollout_seconds, learn_seconds) -> dict:
+def speed(played, learn_tokens, rollout_seconds, learn_seconds) -> dict:
     """Seconds, the policy's own tokens per second, and memory."""
     from runs import peak_memory
 
     return {"rollout_seconds": rollout_seconds, "learn_seconds": learn_seconds,
             "rollout_tokens_per_second": sum(t.length for t in played) / rollout_seconds,
-            "learn_tokens_per_second": sum(t.length for t in batch) / learn_seconds, "peak_memory_bytes": peak_memory()}
+            "learn_tokens_per_second": learn_tokens / learn_seconds, "peak_memory_bytes": peak_memory()}
 
 
 def tensorboard(folder):
@@ -318,20 +347,22 @@ def tensorboard(folder):
 
 def load_policy(config, options, checkpoint=None):
     """(model with its adapter, Chat). What cannot be loaded is one line."""
-    from model import add_lora, load_adapter, load_model
+    from model import adapter_base, add_lora, load_adapter, load_model
     from rollout import Chat
 
-    name = config.model
+    name, folder = config.model, checkpoint or config.adapter
+    trained_on = adapter_base(folder) if folder else None
     if name == "tiny":
         from tiny import tiny
-        name = tiny(config.env, options, config.tasks)
+        name = trained_on if os.path.isdir(trained_on or "") else tiny(config.env, options, config.tasks)
+    if trained_on and os.path.basename(trained_on.rstrip("/")) != os.path.basename(name.rstrip("/")):
+        raise BadInput(f"the adapter in {folder} was trained on {trained_on}, not on {name}: pass that as --model")
     try:
         base, tokenizer = load_model(name, config.bits)
-        folder = checkpoint or config.adapter
         model = load_adapter(base, folder) if folder else add_lora(base, config.lora_rank, seed=config.seed)
         if checkpoint and os.path.isdir(os.path.join(checkpoint, "reference")):
             model.load_adapter(os.path.join(checkpoint, "reference"), "reference")
-    except (OSError, ValueError, ImportError) as error:
+    except (OSError, ValueError, ImportError, RuntimeError) as error:
         raise BadInput(f"cannot load the model {config.model!r}: {str(error).strip().splitlines()[0]}") from error
     if config.gradient_checkpointing:
         base.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})

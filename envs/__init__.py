@@ -70,7 +70,7 @@ def env_class(name: str) -> type[Env]:
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
-        if error.name not in (module_name, module_name.split(".")[0]):
+        if not f"{module_name}.".startswith(f"{error.name}."):
             raise BadInput(f"environment {name!r} needs the package {error.name!r}: pip install {error.name}") from error
         raise BadInput(f"unknown environment {name!r}: use a file name in envs/, or your_module:YourEnv") from error
     found = [cls for key, cls in inspect.getmembers(module, inspect.isclass) if issubclass(cls, Env)

@@ -14,7 +14,7 @@ from conftest import FakeEnv, FakePolicy, tiny_qwen3, watched
 
 from envs import BadInput
 from envs.keydoor import KeyDoor
-from rollout import ENDS, Chat, Request, Row, add_turn, rollout, sampler
+from rollout import ENDS, Chat, Request, Row, add_turn, refuse_if_nothing_fits, rollout, sampler
 
 TOKENIZERS = ["words", "toy", "qwen3", "qwen3_5", "smollm2_tokenizer"]
 BYTE_LEVEL = TOKENIZERS[1:]
@@ -66,6 +66,53 @@ def test_bad_input_of_an_environment_reaches_the_caller(word_chat, task):
         play(word_chat, FakePolicy(ended(word_chat)), "wait win", task)
 
 
+class DeadEnv(FakeEnv):
+    def reset(self, *, task, seed):
+        raise OSError("connection refused")
+
+
+@pytest.mark.parametrize("place", [0, 1, 3])
+def test_a_dead_environment_breaks_one_episode_and_not_all_that_wait(word_chat, place):
+    envs = [FakeEnv() for _ in range(3)]
+    envs.insert(place, DeadEnv())
+    requests = [Request("wait win", group=n, seed=n) for n in range(40)]
+    played = rollout(FakePolicy(ended(word_chat)), word_chat, envs, requests, max_turns=4)
+    assert [t.end for t in played].count("env_error") == 1 and [t.end for t in played].count("success") == 39
+    played = rollout(FakePolicy(ended(word_chat)), word_chat, [DeadEnv(), DeadEnv()], requests, max_turns=4)
+    assert {t.end for t in played} == {"env_error"} and all(math.isnan(t.reward) for t in played)
+
+
+@pytest.mark.parametrize("answer", [None, "text", ("text", 0.0, False, {}), (None, 0.0, False, False, {}),
+                                    ("text", None, False, False, {}), ("text", "much", False, False, {}),
+                                    ("text", 0.0, False, False, None), (7, 0.0, False, False, {})], ids=str)
+def test_an_answer_of_another_form_breaks_its_episode(word_chat, answer):
+    class Malformed(FakeEnv):
+        def step(self, action):
+            return answer
+
+    [t] = play(word_chat, FakePolicy(ended(word_chat)), "wait win", env=Malformed)
+    assert t.end == "env_error" and math.isnan(t.reward) and t.error and not t.success
+
+
+@pytest.mark.parametrize("answer", [None, "text", ("text",), (None, {}), ("text", None)], ids=str)
+def test_a_reset_of_another_form_breaks_its_episode(word_chat, answer):
+    class Malformed(FakeEnv):
+        def reset(self, *, task, seed):
+            return answer
+
+    [t] = play(word_chat, FakePolicy(ended(word_chat)), "wait win", env=Malformed)
+    assert t.end == "env_error" and not t.turns and not t.rows
+
+
+def test_a_reward_of_another_number_type_becomes_a_float(word_chat):
+    class Whole(FakeEnv):
+        def step(self, action):
+            return "text", torch.tensor(1), True, False, {"success": True}
+
+    [t] = play(word_chat, FakePolicy(ended(word_chat)), "wait win", env=Whole)
+    assert t.reward == 1.0 and type(t.reward) is float and t.end == "success"
+
+
 def test_context_full_at_a_later_turn(word_chat):
     act = FakePolicy(ended(word_chat))
     third = len(play(word_chat, act, "half wait win")[0].turns[2].prompt_ids)
@@ -78,8 +125,9 @@ def test_one_prompt_too_long_is_context_full_all_too_long_is_bad_input(word_chat
     act, limits = FakePolicy(ended(word_chat)), {"env": lambda: FakeEnv("door " * 200), "max_context": 100}
     long, short = play(word_chat, act, "long win", "wait win", **limits)
     assert (long.end, long.turns, long.rows) == ("context_full", [], []) and short.end == "success"
+    refuse_if_nothing_fits([long, short], 100)
     with pytest.raises(BadInput, match="no first prompt fits"):
-        play(word_chat, act, "long win", "long win", **limits)
+        refuse_if_nothing_fits(play(word_chat, act, "long win", "long win", **limits), 100)
 
 
 @pytest.mark.parametrize("history", ["", "window", "window:0", "window:-1", "window:2x", "all"])

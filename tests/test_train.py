@@ -4,11 +4,13 @@ import itertools
 import json
 import math
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 import dapo
 import evaluate
@@ -89,15 +91,16 @@ def test_other_seed_other_run(run, tmp_path):
     assert metrics(tmp_path / "run") != metrics(run)
 
 
-def test_the_result_does_not_depend_on_the_number_of_environments_or_the_micro_batch(run, tmp_path):
-    grpo.main([*SMALL, "--out", str(tmp_path / "run"), "--micro-batch-tokens", "1", "--temperature", "1.0"])
+def test_the_gradient_does_not_depend_on_the_micro_batch(run, tmp_path):
+    grpo.main([*SMALL, "--out", str(tmp_path / "run"), "--micro-batch-tokens", "1"])
     for one, two in zip(metrics(run), metrics(tmp_path / "run")):
         assert one["grad_norm"] == pytest.approx(two["grad_norm"], rel=1e-3)
 
 
 def test_kl_to_the_reference_is_zero_before_the_first_update(tmp_path):
-    argv = [*SMALL, "--out", str(tmp_path / "run"), "--beta", "0.1", "--env-options", "stages=1", "commands=3"]
-    grpo.main([*argv, "--warm-start", "gold", "--warm-start-steps", "2"])
+    argv = [*SMALL, "--out", str(tmp_path / "run"), "--beta", "0.1", "--env-options", "stages=1", "commands=3",
+            "--warm-start", "gold", "--warm-start-steps", "2"]
+    grpo.main(argv)
     first, second = metrics(tmp_path / "run")
     assert abs(first["kl_reference"]) < 1e-9 < second["kl_reference"]
     assert (tmp_path / "run" / "checkpoint" / "reference" / "adapter_model.safetensors").exists()
@@ -137,6 +140,15 @@ def test_evaluate_a_finished_run_and_a_bare_model(run, capsys):
     evaluate.main(["--env-options", "stages=1", "--temperature", "1", "--samples", "4", "--eval-episodes", "8"])
     printed = capsys.readouterr().out
     assert "pass@4" in printed and "32" in printed and "adapter" not in printed
+
+
+@pytest.mark.parametrize("algorithm", [grpo, dapo, gspo], ids=lambda module: module.__name__)
+def test_each_algorithm_learns_a_game_of_one_stage(algorithm, tmp_path):
+    """From random play (a third) to the hidden rule: what breaks the gradient's sign, the masks or the ratio fails here."""
+    algorithm.main(["--env-options", "stages=1", "commands=4", "impossible=0", "--steps", "15", "--tasks-per-step", "8",
+                    "--eval-every", "0", "--out", str(tmp_path / "run")])
+    rewards = [row["reward"] for row in read(tmp_path / "run" / "metrics.jsonl")]
+    assert sum(rewards[:3]) / 3 < 0.45 and sum(rewards[-3:]) / 3 > 0.65
 
 
 def test_wilson_interval():
@@ -208,7 +220,9 @@ BAD = [(["--group", "1"], "at least two|at least 2"), (["--steps", "0"], "steps"
        (["--env-options", "stages=0"], "stages"), (["--env-options", "doors=2"], "doors"), (["--env-options", "x"], "key=value"),
        (["--frobnicate", "3"], "frobnicate"), (["--max-context", "20"], "max-context"), (["--optimizer", "sgd"], "optimizer"),
        (["--warm-start", "silver"], "warm-start"), (["--resume"], "checkpoint"), (["--resume", "--overwrite"], "exclude"),
-       (["--minibatches", "0"], "minibatches"), (["--step", "5"], "--step")]
+       (["--minibatches", "0"], "minibatches"), (["--beta", "-1"], "beta"), (["--lr", "inf"], "lr"),
+       (["--temperature", "nan"], "temperature"), (["--history", "window:\u00b2"], "history"), (["--eps", "0"], "eps"),
+       (["--env", "envs/keydoor.py"], "unknown environment"), (["--step", "5"], "--step")]
 
 
 @pytest.mark.parametrize("argv, word", BAD, ids=lambda value: " ".join(value) if isinstance(value, list) else "")
@@ -216,6 +230,15 @@ def test_bad_input_is_one_line_and_leaves_nothing(argv, word, tmp_path):
     with pytest.raises(BadInput, match=word) as caught:
         grpo.main([*SMALL, "--out", str(tmp_path / "run"), *argv])
     assert "\n" not in str(caught.value) and not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("main, argv, word", [
+    (dapo.main, ["--max-rounds", "0"], "max-rounds"), (dapo.main, ["--overlong-max", "-5"], "overlong"),
+    (dapo.main, ["--overlong-max", "5", "--overlong-cache", "6"], "overlong"), (gspo.main, ["--eps-low", "-1"], "eps-low")])
+def test_bad_input_to_one_algorithm(main, argv, word, tmp_path):
+    with pytest.raises(BadInput, match=word):
+        main([*SMALL, "--out", str(tmp_path / "run"), *argv])
+    assert not (tmp_path / "run").exists()
 
 
 def test_exit_code_two_one_line_and_no_traceback(tmp_path):
@@ -236,6 +259,64 @@ def test_a_folder_that_exists_is_never_overwritten_silently(run, tmp_path):
     with pytest.raises(BadInput, match="not a run's folder"):
         grpo.main([*SMALL, "--out", str(foreign), "--overwrite"])
     assert (foreign / "chapter1.tex").exists()
+
+
+def test_overwrite_keeps_the_old_run_until_the_new_one_has_done_a_step(tmp_path):
+    folder = tmp_path / "run"
+    grpo.main([*SMALL, "--steps", "1", "--out", str(folder)])
+    before = (folder / "config.json").read_text()
+    with pytest.raises(BadInput, match="nope"):
+        grpo.main([*SMALL, "--out", str(folder), "--overwrite", "--model", "./nope"])
+    assert (folder / "config.json").read_text() == before and (folder / "adapter").exists()
+    assert list(tmp_path.iterdir()) == [folder]
+
+
+def test_a_models_folder_is_no_run_to_overwrite(tmp_path):
+    model = shutil.copytree(ROOT / "tiny-keydoor", tmp_path / "model")
+    with pytest.raises(BadInput, match="not a run's folder"):
+        grpo.main([*SMALL, "--out", str(model), "--overwrite"])
+    assert (model / "model.safetensors").exists()
+
+
+def test_resume_takes_the_new_learning_rate_and_refuses_another_run(tmp_path):
+    folder = tmp_path / "run"
+    grpo.main([*SMALL, "--out", str(folder)])
+    for main, argv, word in ((grpo.main, ["--lora-rank", "4"], "lora-rank"), (dapo.main, [], "grpo.py"),
+                             (grpo.main, ["--env-options", "stages=1"], "env-options"), (grpo.main, ["--beta", "1"], "beta")):
+        with pytest.raises(BadInput, match=word):
+            main([*SMALL, "--out", str(folder), "--steps", "3", "--resume", *argv])
+    config = (folder / "config.json").read_text()
+    grpo.main([*SMALL, "--out", str(folder), "--steps", "3", "--resume", "--lr", "1e-7"])
+    state = torch.load(folder / "checkpoint" / "optimizer.pt", weights_only=True)
+    assert state["param_groups"][0]["lr"] == 1e-7 and config != (folder / "config.json").read_text()
+
+
+def test_a_run_killed_before_its_final_test_can_be_finished(tmp_path):
+    folder = tmp_path / "run"
+    grpo.main([*SMALL, "--out", str(folder)])
+    whole = read(folder / "evaluations.jsonl")
+    shutil.rmtree(folder / "adapter")
+    (folder / "evaluations.jsonl").write_text("".join(json.dumps(row) + "\n" for row in whole[:2]) + '{"step": 2, "sp')
+    grpo.main([*SMALL, "--out", str(folder), "--resume"])
+    assert read(folder / "evaluations.jsonl") == whole and (folder / "adapter" / "adapter_config.json").exists()
+
+
+def test_an_adapter_of_another_base_is_refused(run, tmp_path):
+    other = shutil.copytree(ROOT / "tiny-keydoor", tmp_path / "other-model")
+    with pytest.raises(BadInput, match="was trained on"):
+        grpo.main([*SMALL, "--out", str(tmp_path / "new"), "--model", str(other), "--adapter", str(run / "adapter")])
+
+
+def test_a_step_that_makes_nonsense_stops_the_run(tmp_path):
+    with pytest.raises(BadInput, match="lower --lr"):
+        grpo.main([*SMALL, "--out", str(tmp_path / "run"), "--lr", "1e30", "--env-options", "stages=1", "commands=3"])
+
+
+def test_evaluate_a_run_on_one_task(tmp_path, capsys):
+    grpo.main([*SMALL, "--steps", "1", "--out", str(tmp_path / "run"), "--tasks", "ash/train-0003"])
+    assert {row["task"] for row in read(tmp_path / "run" / "rollouts.jsonl")} == {"ash/train-0003"}
+    evaluate.main([str(tmp_path / "run")])
+    assert "adapter" in capsys.readouterr().out
 
 
 def test_overwrite_starts_again(tmp_path):
