@@ -145,7 +145,7 @@ def test_evaluate_a_finished_run_and_a_bare_model(run, capsys):
 @pytest.mark.parametrize("algorithm", [grpo, dapo, gspo], ids=lambda module: module.__name__)
 def test_each_algorithm_learns_a_game_of_one_stage(algorithm, tmp_path):
     """From random play (a third) to the hidden rule: what breaks the gradient's sign, the masks or the ratio fails here."""
-    algorithm.main(["--env-options", "stages=1", "commands=4", "impossible=0", "--steps", "15", "--tasks-per-step", "8",
+    algorithm.main(["--env-options", "stages=1", "commands=4", "impossible=0", "--steps", "20", "--tasks-per-step", "8",
                     "--eval-every", "0", "--out", str(tmp_path / "run")])
     rewards = [row["reward"] for row in read(tmp_path / "run" / "metrics.jsonl")]
     assert sum(rewards[:3]) / 3 < 0.45 and sum(rewards[-3:]) / 3 > 0.65
