@@ -168,6 +168,39 @@ def record(step, trajectory) -> dict:
                        "observation": turn.observation, "valid": turn.valid} for turn in trajectory.turns]}
 
 
+def mean(values) -> float:
+    return float(sum(values)) / len(values) if values else 0.0
+
+
+def episode_metrics(played, group) -> dict:
+    """What docs/grpo.md explains: means over the episodes, turns or groups that were sampled."""
+    turns = [turn for t in played for turn in t.turns]
+    rewards = [{t.reward for t in played[n:n + group] if t.reward == t.reward} for n in range(0, len(played), group)]
+    known = [t.reward for t in played if t.reward == t.reward]
+    return {"reward": mean(known) if known else math.nan,
+            "success": mean([t.success for t in played]), "enriched_fraction": mean([t.enriched for t in played]),
+            "groups_sampled": len(rewards), "dead_group_fraction": mean([len(values) < 2 for values in rewards]),
+            "turns": mean([len(t.turns) for t in played]), "tokens": mean([t.length for t in played]),
+            "valid_action_fraction": mean([turn.valid for turn in turns]),
+            "length_stop_fraction": mean([turn.stop == "length" for turn in turns]),
+            **{f"success_{name}": mean([t.success for t in played if t.enriched == enriched]) for name, enriched in
+               (("hinted", True), ("plain", False)) if any(t.enriched == enriched for t in played)},
+            **{f"end_{end}": mean([t.end == end for t in played]) for end in sorted({t.end for t in played})}}
+
+
+def speed(played, learn_tokens, rollout_seconds, learn_seconds) -> dict:
+    """Seconds, the policy's own tokens per second, and memory."""
+    return {"rollout_seconds": rollout_seconds, "learn_seconds": learn_seconds,
+            "rollout_tokens_per_second": sum(t.length for t in played) / rollout_seconds,
+            "learn_tokens_per_second": learn_tokens / learn_seconds, "peak_memory_bytes": peak_memory()}
+
+
+def tensorboard(folder):
+    from torch.utils.tensorboard import SummaryWriter
+
+    return SummaryWriter(folder)
+
+
 def peak_memory() -> int:
     """Bytes: of the GPU if there is one, else of this process."""
     import torch

@@ -157,7 +157,8 @@ def train(config, algorithm, loss, advantages, *, clip, use_reference=False, seq
     from learner import update
     from model import freeze_reference, make_optimizer
     from rollout import refuse_if_nothing_fits, rollout, sampler
-    from runs import append, draw_curve, read, record, run_folder, save_checkpoint, write_config
+    from runs import (append, draw_curve, episode_metrics, read, record, run_folder, save_checkpoint, speed, tensorboard,
+                      write_config)
     from warmstart import warm_up
 
     if config.temperature == 0:
@@ -308,41 +309,6 @@ def group_requests(config, step, tasks, enriched=lambda group, rollout: False):
 
 def diverged(step, error) -> BadInput:
     return BadInput(f"step {step}: {error}; lower --lr, and --resume if a checkpoint was saved before")
-
-
-def mean(values) -> float:
-    return float(sum(values)) / len(values) if values else 0.0
-
-
-def episode_metrics(played, group) -> dict:
-    """What docs/grpo.md explains: means over the episodes, turns or groups that were sampled."""
-    turns = [turn for t in played for turn in t.turns]
-    rewards = [{t.reward for t in played[n:n + group] if t.reward == t.reward} for n in range(0, len(played), group)]
-    known = [t.reward for t in played if t.reward == t.reward]
-    return {"reward": mean(known) if known else math.nan,
-            "success": mean([t.success for t in played]), "enriched_fraction": mean([t.enriched for t in played]),
-            "groups_sampled": len(rewards), "dead_group_fraction": mean([len(values) < 2 for values in rewards]),
-            "turns": mean([len(t.turns) for t in played]), "tokens": mean([t.length for t in played]),
-            "valid_action_fraction": mean([turn.valid for turn in turns]),
-            "length_stop_fraction": mean([turn.stop == "length" for turn in turns]),
-            **{f"success_{name}": mean([t.success for t in played if t.enriched == enriched]) for name, enriched in
-               (("hinted", True), ("plain", False)) if any(t.enriched == enriched for t in played)},
-            **{f"end_{end}": mean([t.end == end for t in played]) for end in sorted({t.end for t in played})}}
-
-
-def speed(played, learn_tokens, rollout_seconds, learn_seconds) -> dict:
-    """Seconds, the policy's own tokens per second, and memory."""
-    from runs import peak_memory
-
-    return {"rollout_seconds": rollout_seconds, "learn_seconds": learn_seconds,
-            "rollout_tokens_per_second": sum(t.length for t in played) / rollout_seconds,
-            "learn_tokens_per_second": learn_tokens / learn_seconds, "peak_memory_bytes": peak_memory()}
-
-
-def tensorboard(folder):
-    from torch.utils.tensorboard import SummaryWriter
-
-    return SummaryWriter(folder)
 
 
 def load_policy(config, options, checkpoint=None):

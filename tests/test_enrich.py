@@ -19,7 +19,7 @@ import gspo
 import rollout as rollout_module
 from enrich import (STRATEGIES, EnrichedEnv, Schedule, feedback_kind, group_is_enriched, rollout_is_enriched,
                     train_context)
-from envs import BadInput, Env, make_env, select_tasks
+from envs import BadInput, Env, make_env
 from envs.keydoor import KeyDoor
 from learner import row_logps, update
 from rollout import Chat, Request, hint_free_rows, rollout
