@@ -73,7 +73,7 @@ def supervise(model, rows, pad_id, *, steps: int, batch: int, lr: float, seed: i
     model.train(gradient_checkpointing)
     for step in range(1, steps + 1):
         for group in optimizer.param_groups:
-            group["lr"] = lr * min(1.0, step / 10, (steps + 1 - step) / (0.3 * steps))  # a short rise, a fall at the end
+            group["lr"] = lr * min(1.0, step / max(1, min(10, steps // 5)), (steps + 1 - step) / (0.3 * steps))  # rise, hold, fall
         drawn = rng.sample(rows, min(batch, len(rows)))
         tokens, value = sum(sum(row.mask) for row in drawn), 0.0
         optimizer.zero_grad(set_to_none=True)
