@@ -1,0 +1,68 @@
+"""Experience Funnel: experience goes into a text, the state, and from the text into the weights. arXiv 2609.08919.
+
+    python distill.py                   # the whole loop on the built-in game and model, no network, minutes on a laptop
+    from distill import transitions, selection_weights, state_response_weights, distill_loss    # needs torch alone
+
+    (S_k, pi_k) -> S_k+1 -> pi_k+1 -> S_k+2 -> ...       S a task-specific text (state.py), pi the policy's weights
+"""
+import math
+
+import torch
+
+
+# The equations
+
+def transitions(r0_N, r_prev_N, r_new_N) -> list[str]:
+    """Eq. 3 for N instances: [N] outcomes without a state, with S_k and with S_k+1 -> [N] labels "b- b+".
+
+    "01" newly useful, "11" persistently useful, "10" regressive, "00" inactive. A NaN (no episode that did not break)
+    is above nothing, and nothing is above it.
+    """
+    r0_N, r_prev_N, r_new_N = (torch.as_tensor(r_N, dtype=torch.float64) for r_N in (r0_N, r_prev_N, r_new_N))
+    b_minus_N, b_plus_N = r_prev_N > r0_N, r_new_N > r0_N  # Eq. 3
+    return [f"{int(b_minus)}{int(b_plus)}" for b_minus, b_plus in zip(b_minus_N, b_plus_N)]
+
+
+def selection_weights(labels_N, alpha=1.0):
+    """Eq. 4: labels -> [N] weights a of the instances: 1 for "01", alpha for "11", else 0."""
+    return torch.tensor([{"01": 1.0, "11": float(alpha), "10": 0.0, "00": 0.0}[label] for label in labels_N])  # Eq. 4
+
+
+def state_response(logits_state_TV, logits_free_TV):
+    """Eq. 6: [T, V] logits of the frozen policy with and without the state, after the same tokens -> [T] divergences d,
+    JSD(p+ || p0) in nats, from 0 to log 2."""
+    log_p_TV, log_q_TV = log_softmax(logits_state_TV), log_softmax(logits_free_TV)
+    log_m_TV = torch.logaddexp(log_p_TV, log_q_TV) - math.log(2)
+    d_TV = (log_p_TV.exp() * (log_p_TV - log_m_TV) + log_q_TV.exp() * (log_q_TV - log_m_TV)) / 2  # Eq. 6
+    return d_TV.sum(-1).clamp(min=0)
+
+
+def over_mean(d_T, eps=1e-6):
+    """Eq. 7: [T] divergences of one trajectory, all its sampled tokens -> [T] weights of mean 1 (or below, where d is
+    of eps's size)."""
+    return d_T / (d_T.mean() + eps)  # Eq. 7
+
+
+def state_response_weights(logits_state_TV, logits_free_TV, eps=1e-6):
+    """Eqs. 6 and 7: token weights w of one trajectory, [T, V] logits of both branches -> [T]."""
+    return over_mean(state_response(logits_state_TV, logits_free_TV), eps)
+
+
+def distill_loss(student_logits_BTV, teacher_logits_BTV, weights_BT, mask_BT):
+    """Eq. 8's numerator and denominator: (sum of a w KL(student || teacher), sum of a w) over this micro-batch.
+
+    The loss is the sum of all numerators over the sum of all denominators. student_logits_BTV: of the policy that is
+    trained, which sees no state; teacher_logits_BTV: of the frozen, state-conditioned one, after the same tokens; log-probs
+    of coarser buckets do as well (see teacher.py). weights_BT: a_i w_it; mask_BT: 1 where a token was sampled. KL in nats.
+    What stands where the mask is 0 changes nothing, NaN included.
+    """
+    mask_BT = mask_BT.bool()
+    log_p_BTV = log_softmax(torch.where(mask_BT[..., None], student_logits_BTV, 0.0))  # before: NaN * 0 is NaN
+    log_q_BTV = log_softmax(torch.where(mask_BT[..., None], teacher_logits_BTV.detach(), 0.0))
+    kl_BT = (log_p_BTV.exp() * (log_p_BTV - log_q_BTV)).sum(-1)  # the reverse KL of Eq. 8
+    weights_BT = torch.where(mask_BT, weights_BT, 0.0)
+    return (weights_BT * kl_BT).sum(), weights_BT.sum()  # Eq. 8
+
+
+def log_softmax(logits):
+    return logits.log_softmax(-1, dtype=torch.promote_types(logits.dtype, torch.float32))
