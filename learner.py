@@ -43,14 +43,16 @@ def row_logps(model, rows, pad_id, *, temperature=1.0, micro_batch_tokens=8192) 
 
 def update(model, optimizer, batch, advantages_N, loss, *, pad_id, temperature=1.0, minibatches=1,
            micro_batch_tokens=8192, use_reference=False, clip=(0.2, 0.2), sequence_ratio=False, max_grad_norm=1.0,
-           gradient_checkpointing=False, seed=0):
+           gradient_checkpointing=False, seed=0, more=None):
     """`minibatches` optimizer steps on a batch of N trajectories; returns the metrics.
 
     loss(micro_batch) -> scalar share; see `train.train` for its fields. Old log-probs come from this same code path:
     detached from the new ones when there is one update, computed before the first of several; a row that was sampled in
     another context brings its own (`Row.old_logp`). Rows without advantage
     are not computed unless there is a reference, whose KL they pay; the normalisers count them all the same, and the
-    metrics are over the rows computed. Raises FloatingPointError when a gradient or a parameter is not finite.
+    metrics are over the rows computed. more(k) adds the gradient of another term of the loss to optimizer step k and
+    returns its value (distill.py); the batch may then be empty. Raises FloatingPointError when a gradient or a
+    parameter is not finite.
     """
     rows_N = [[(row, n) for row in trajectory.rows] for n, trajectory in enumerate(batch)]
     lengths_N = torch.tensor([trajectory.length for trajectory in batch])
@@ -74,7 +76,7 @@ def update(model, optimizer, batch, advantages_N, loss, *, pad_id, temperature=1
 
     totals, norms = {}, []
     model.train(gradient_checkpointing)
-    for part in parts:
+    for k, part in enumerate(parts):
         optimizer.zero_grad(set_to_none=True)
         pairs_of_part = rows_of(part)
         for pairs in micro_batches(pairs_of_part, micro_batch_tokens):
@@ -97,7 +99,9 @@ def update(model, optimizer, batch, advantages_N, loss, *, pad_id, temperature=1
             for name, value in ratio_sums(micro_batch, entropy_BT, clip, sequence_ratio).items():
                 totals[name] = max(totals.get(name, value), value) if name == "ratio_max" else totals.get(name, 0) + value
             totals["loss"] = totals.get("loss", 0) + share.item() / minibatches
-        if not pairs_of_part:
+        if more:
+            totals["more"] = totals.get("more", 0) + more(k) / minibatches
+        elif not pairs_of_part:
             continue
         norms.append(torch.nn.utils.clip_grad_norm_(trainable, max_grad_norm).item())
         if norms[-1] != norms[-1] or norms[-1] == float("inf"):
@@ -110,6 +114,8 @@ def update(model, optimizer, batch, advantages_N, loss, *, pad_id, temperature=1
     stats = {"learn_tokens": totals.get("tokens", 0), "loss": totals.get("loss", 0.0), "grad_norm": sum(norms) / max(len(norms), 1),
              "entropy": totals.get("entropy", 0.0) / tokens, "approx_kl": totals.get("approx_kl", 0.0) / tokens,
              "clip_fraction": totals.get("clipped", 0) / units, "ratio_max": totals.get("ratio_max", 1.0)}
+    if more:
+        stats["distill_loss"] = totals["more"]
     return stats | ({"kl_reference": totals.get("kl_reference", 0.0) / tokens} if use_reference else {})
 
 

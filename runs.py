@@ -25,9 +25,10 @@ from envs import BadInput
 
 
 @contextlib.contextmanager
-def run_folder(config, algorithm):
-    """(the run's folder, the first step to do). A command that proves wrong before the first step leaves no folder."""
-    folder, first_step = open_folder(config, algorithm)
+def run_folder(config, algorithm, resuming=None):
+    """(the run's folder, the first step to do). A command that proves wrong before the first step leaves no folder.
+    resuming(folder, config, algorithm) -> the last step that is done; default: `resume`."""
+    folder, first_step = open_folder(config, algorithm, resuming)
     before = folder.with_name(folder.name + ".before")  # what --overwrite replaces, until a first step is done
     try:
         yield folder, first_step
@@ -44,13 +45,13 @@ FREE = {"steps", "out", "resume", "overwrite", "lr", "save_every", "eval_every",
         "micro_batch_tokens", "tensorboard"}  # options that a resumed run may change
 
 
-def open_folder(config, algorithm) -> tuple[Path, int]:
+def open_folder(config, algorithm, resuming=None) -> tuple[Path, int]:
     """A folder that exists is only touched if the user said how."""
     folder = Path(config.out or f"runs/{config.env}__{algorithm}__{config.enrich}__{config.seed}")
     if folder.exists() and not folder.is_dir():
         raise BadInput(f"{folder} is a file: choose another --out")
     if config.resume:
-        return folder, resume(folder, config, algorithm) + 1
+        return folder, (resuming or resume)(folder, config, algorithm) + 1
     if folder.exists() and any(folder.iterdir()):
         if not config.overwrite:
             raise BadInput(f"the folder {folder} exists: pass --resume to go on, --overwrite to start again, or another "
@@ -66,13 +67,8 @@ def open_folder(config, algorithm) -> tuple[Path, int]:
 
 def resume(folder, config, algorithm) -> int:
     """The step to go on from; refuses another run's options, and cuts off what was logged after the checkpoint."""
-    step, was = checkpoint_step(folder), about(folder)
-    if was.get("algorithm") != algorithm:
-        raise BadInput(f"the run in {folder} is one of {was.get('algorithm')}.py, not {algorithm}.py")
-    for name, value in dataclasses.asdict(config).items():
-        if name not in FREE and name in was and was[name] != value:
-            raise BadInput(f"the run in {folder} has --{name.replace('_', '-')} {was[name]}, not {value}: resume with its "
-                           f"options, or start another run")
+    step = checkpoint_step(folder)
+    same_options(folder, config, algorithm, FREE)
     done = [row["step"] for row in read(folder / "evaluations.jsonl") if row["split"] == "test"]
     if step >= config.steps and config.steps in done:
         raise BadInput(f"the run in {folder} has done its {step} steps; to go on, raise --steps")
@@ -80,6 +76,17 @@ def resume(folder, config, algorithm) -> int:
         keep = [row for row in read(folder / name) if row["step"] <= step]
         replace(folder / name, "".join(json.dumps(row) + "\n" for row in keep))
     return step
+
+
+def same_options(folder, config, algorithm, free):
+    """Refuse to go on with another algorithm, or with other options than those of the run, `free` ones excepted."""
+    was = about(folder)
+    if was.get("algorithm") != algorithm:
+        raise BadInput(f"the run in {folder} is one of {was.get('algorithm')}.py, not {algorithm}.py")
+    for name, value in dataclasses.asdict(config).items():
+        if name not in free and name in was and was[name] != value:
+            raise BadInput(f"the run in {folder} has --{name.replace('_', '-')} {was[name]}, not {value}: resume with its "
+                           f"options, or start another run")
 
 
 def about(folder) -> dict:

@@ -1,0 +1,294 @@
+"""The state of the Experience Funnel: a text of entries, edits of it, and the editors that propose them.
+
+    from state import StateEnv, apply_edits, count_edits, model_edits      # needs the standard library alone
+
+Phase I of arXiv 2609.08919, which follows SkillOpt (arXiv 2605.23904). A state is Markdown; an entry is a line "- ...".
+An edit is {"op", "target", "content"}; op is append, insert_after, replace or delete. A target is an entry, matched
+exactly (with or without its "- "). Where it is missing, replace and delete are refused, and insert_after appends.
+
+    frozen batch  ->  reflect: failures and successes apart, 8 at a time  ->  merge, failures first  ->  cut to the budget
+
+What differs from SkillOpt: 1. targets are whole lines, not any substring; 2. an edit that would make the state longer
+than its limit, or that adds what is there already, is refused; 3. equal edits are merged in code before the model merges
+the rest, and where its merging or ranking cannot be read, the order stands: most often proposed first, then failures first.
+"""
+import json
+import math
+import re
+import unicodedata
+from collections import Counter, defaultdict
+from pathlib import Path
+
+from envs import BadInput, parse_action
+
+OPS = {"append": ("content",), "insert_after": ("target", "content"), "replace": ("target", "content"),
+       "delete": ("target",)}  # and what each needs
+
+
+class StateEnv:
+    """Any environment with the state after its system prompt and a blank line. Everything else is the wrapped one's."""
+
+    def __init__(self, env, state: str):
+        self.env, self.state = env, state
+
+    def __getattr__(self, name):
+        return getattr(self.env, name)
+
+    @property
+    def system_prompt(self):
+        return with_state(self.env.system_prompt, self.state)
+
+
+def with_state(system_prompt: str, state: str) -> str:
+    """The system prompt of a policy that sees the state; an empty state changes nothing."""
+    return "\n\n".join(filter(None, (system_prompt, state.strip())))
+
+
+def without_state(system_prompt: str, state: str) -> str:
+    """The same prompt without it."""
+    return system_prompt.removesuffix(state.strip()).removesuffix("\n\n") if state.strip() else system_prompt
+
+
+def read_state(path, limit: int) -> str:
+    """A state's file, which may have been edited by hand. Raises BadInput with one line."""
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise BadInput(f"the state {path} cannot be read: {error}") from error
+    if len(text) > limit:
+        raise BadInput(f"the state {path} has {len(text):,} characters, more than the limit of {limit:,}: shorten it, or "
+                       f"raise --state-limit")
+    if "\0" in text:
+        raise BadInput(f"the state {path} is not text: it holds a NUL character")
+    return text.strip()
+
+
+def entries(state: str) -> list[str]:
+    return [line for line in state.splitlines() if line.startswith("- ")]
+
+
+def bare(line: str) -> str:
+    return line.strip().removeprefix("- ").strip()
+
+
+def apply_edits(state: str, edits: list[dict], limit: int):
+    """(the new state, edits applied, edits refused with their "reason"), one edit after the other."""
+    lines, applied, refused = state.splitlines(), [], []
+    for edit in edits:
+        new, reason = apply_edit(lines, edit)
+        if not reason and len("\n".join(new)) > limit:
+            reason = f"the state would have {len(chr(10).join(new)):,} characters, more than the limit of {limit:,}"
+        if reason:
+            refused.append({**shortened(edit), "reason": reason})
+        else:
+            lines, applied = new, applied + [edit]
+    return "\n".join(lines).strip(), applied, refused
+
+
+def apply_edit(lines, edit):
+    """(new lines, "") or (the lines, why not)."""
+    op, target = edit["op"], bare(edit.get("target", ""))
+    content = [f"- {bare(line)}" if not line.startswith("#") else line for line in edit.get("content", "").splitlines()
+               if bare(line)]
+    at = next((n for n, line in enumerate(lines) if target and bare(line) == target), None)
+    if op in ("replace", "delete") and at is None:
+        return lines, "its target is not in the state"
+    if op != "delete" and not content:
+        return lines, "it has no content"
+    if op != "delete" and all(line in lines for line in content):
+        return lines, "its content is in the state already"
+    if op == "delete":
+        return lines[:at] + lines[at + 1:], ""
+    if op == "replace":
+        return lines[:at] + content + lines[at + 1:], ""
+    at = len(lines) - 1 if op == "append" or at is None else at
+    return lines[:at + 1] + content + lines[at + 1:], ""
+
+
+def shortened(edit, most=200):
+    """For logs: an edit of a hundred thousand characters is not written out."""
+    return {key: text if len(text) <= most else f"{text[:most]}... ({len(text):,} characters)" for key, text in edit.items()}
+
+
+def edit_budget(round_, rounds, first=4, last=2) -> int:
+    """Edits in this round (from 1): from `first` down to `last` along half a cosine."""
+    share = (round_ - 1) / max(rounds - 1, 1)
+    return round(last + (first - last) * (1 + math.cos(math.pi * share)) / 2)
+
+
+# The counting editor, for the built-in game
+
+ENTRY = re.compile(r"- (\w+) house, (\w+) door: (.+)\.")
+
+
+def count_edits(trajectories, state, budget, rejected=(), support=2):
+    """Edits by counting, no language model: at the door of one colour in one house, after which command did an episode
+    go on or succeed (good), after which did it end without success (bad)? What stands out in at least `support`
+    episodes becomes an entry, an entry that failed more often than not is replaced or deleted. It reads observations and
+    outcomes of episodes alone. Failures first, then by number of episodes; what was rejected before comes last.
+    """
+    tally = defaultdict(lambda: defaultdict(Counter))  # (house, door) -> command -> good, bad
+    for trajectory in trajectories:
+        house = re.search(r"in the (\w+) house", trajectory.first_observation)
+        shown = [trajectory.first_observation, *(turn.observation for turn in trajectory.turns)]
+        seen = set()  # an episode counts once, however often it does the same
+        for number, (turn, observation) in enumerate(zip(trajectory.turns, shown), 1):
+            door = re.search(r"The door here is (\w+)", observation)
+            if house and door and turn.valid:
+                good = number < len(trajectory.turns) or trajectory.success
+                seen.add(((house[1], door[1]), parse_action(turn.action).lower(), "good" if good else "bad"))
+        for key, command, outcome in seen:
+            tally[key][command][outcome] += 1
+
+    def standing(key):
+        """(command, good - bad) of the command that stands out, or None."""
+        lead, good, command = max((n["good"] - n["bad"], n["good"], command) for command, n in tally[key].items())
+        return (command, lead) if lead > 0 and good >= support else None
+
+    ranked, known = [], set()
+    for line in entries(state):
+        found = ENTRY.fullmatch(line)
+        if not found:
+            continue  # not an entry of this editor's
+        key, command = (found[1], found[2]), found[3]
+        known.add(key)
+        count = tally[key][command] if key in tally else Counter()
+        if count["bad"] > count["good"] and count["bad"] >= support:
+            best = standing(key)
+            edit = {"op": "replace", "target": line, "content": worded(key, best[0])} if best and best[0] != command \
+                else {"op": "delete", "target": line}
+            ranked.append((edit in rejected, 0, -count["bad"], line, edit))
+    for key in tally:
+        best = standing(key)
+        if best and key not in known:
+            edit = {"op": "append", "content": worded(key, best[0])}
+            ranked.append((edit in rejected, 1, -best[1], edit["content"], edit))
+    return [edit for *_, edit in sorted(ranked, key=lambda item: item[:4])][:budget]
+
+
+def worded(key, command):
+    return f"- {key[0]} house, {key[1]} door: {command}."
+
+
+# The language model as editor
+
+FORM = """Answer with JSON alone, a list of at most {budget} edits, most useful first:
+[{{"op": "append", "content": "one sentence to add"}},
+ {{"op": "replace", "target": "a line of the notes, exactly", "content": "the sentence that takes its place"}},
+ {{"op": "delete", "target": "a line of the notes, exactly"}}]
+"op" is one of append, insert_after, replace, delete. An empty list, [], means that nothing should change."""
+REFLECT = {
+    "failure": "An agent failed in the episodes below. Find mistakes that several of them share, and correct the notes "
+               "that the agent reads before it acts, so that it avoids them.",
+    "success": "An agent succeeded in the episodes below. Find what several of them did alike, and write it into the "
+               "notes that the agent reads before it acts, unless they say it already."}
+RULES = ("Only patterns across episodes count: nothing that is true of one episode alone, no answers to single tasks. "
+         "Each sentence says in which situation what should be done.")
+MERGE = ("Several reviewers proposed the edits below for the same notes, the first list from failures. Merge them: join "
+         "edits that say the same, settle contradictions, and keep what corrects failures where you must choose.")
+RANK = ("Rank the numbered edits below by how many future episodes they will help and how general they are. Answer with "
+        "JSON alone: the list of the {budget} best numbers, such as [2, 0].")
+
+
+def model_edits(ask, trajectories, state, budget, rejected=(), *, batch=8, most=1500):
+    """Edits by a language model -> (edits, dropped ones with their reasons).
+
+    ask(list of (system, user) prompts) -> their answers. `most`: characters of an episode that are shown.
+    """
+    notes = f"The notes now:\n{state or '(empty)'}"
+    if rejected:
+        notes += "\nThese edits were tried before and did not help:\n" + "\n".join(
+            json.dumps(shortened(edit), ensure_ascii=False) for edit in rejected[-10:])
+    prompts = []
+    for kind in ("failure", "success"):
+        shown = [transcript(t, most) for t in trajectories if t.success == (kind == "success") and t.turns]
+        prompts += [(f"{REFLECT[kind]} {RULES}\n{FORM.format(budget=budget)}",
+                     "\n\n".join([notes, *shown[n:n + batch]])) for n in range(0, len(shown), batch)]
+    lists, dropped = [], []
+    for answer in ask(prompts) if prompts else []:
+        edits, bad = parse_edits(answer, budget)
+        lists.append(edits)
+        dropped += bad
+    lists = list(filter(None, lists))
+    merged = distinct(edit for edits in lists for edit in edits)
+    if len(merged) > budget and len(lists) > 1:
+        while len(lists) > 1:  # a tree: two by two, failures first
+            pairs = [lists[n:n + 2] for n in range(0, len(lists), 2)]
+            answers = ask([(f"{MERGE} {RULES}\n{FORM.format(budget=2 * budget)}", notes + "".join(
+                f"\n\nList {n}:\n{json.dumps(edits, ensure_ascii=False)}" for n, edits in enumerate(pair, 1)))
+                for pair in pairs if len(pair) == 2])
+            lists = []
+            for pair, answer in zip(pairs, [*answers, None]):
+                edits, bad = parse_edits(answer, 2 * budget) if len(pair) == 2 else (pair[0], [])
+                dropped += bad
+                lists.append(edits or distinct(edit for part in pair for edit in part))
+        merged = distinct(lists[0])
+    if len(merged) > budget:
+        numbered = "\n".join(f"{n}: {json.dumps(edit, ensure_ascii=False)}" for n, edit in enumerate(merged))
+        order = parse_numbers(ask([(RANK.format(budget=budget), f"{notes}\n\n{numbered}")])[0], len(merged))
+        merged = [merged[n] for n in order] + [edit for n, edit in enumerate(merged) if n not in order]
+        dropped += [{**shortened(edit), "reason": f"over the budget of {budget} edits"} for edit in merged[budget:]]
+    return merged[:budget], dropped
+
+
+def transcript(trajectory, most):
+    """An episode as text, its middle cut out if it is long."""
+    text = "\n".join([trajectory.first_observation, *(f"> {turn.action.strip()}\n{turn.observation}"
+                                                      for turn in trajectory.turns)])
+    if len(text) > most:
+        text = f"{text[:most // 2]}\n(...)\n{text[-most // 2:]}"
+    return f"Episode ({'success' if trajectory.success else 'failure'}):\n{text}"
+
+
+def distinct(edits):
+    """Each edit once, the ones proposed more often first, else in their order."""
+    edits = list(edits)
+    counted = Counter(json.dumps(edit, sort_keys=True) for edit in edits)
+    return [json.loads(key) for key, _ in counted.most_common()]  # equal counts keep their order
+
+
+def find_json(text, wanted):
+    """The first JSON value in the text that `wanted` accepts, or None. Thinking and code fences may stand around it."""
+    text = text.rpartition("</think>")[2][:200_000]
+    for start in [found.start() for found in re.finditer(r"[\[{]", text)][:64]:
+        try:
+            value, _ = json.JSONDecoder().raw_decode(text, start)
+        except (ValueError, RecursionError):
+            continue
+        if wanted(value):
+            return value
+    return None
+
+
+def parse_edits(answer, most):
+    """A model's answer -> (at most `most` edits, [what was dropped, with its reason]). Tolerant of what stands around
+    the JSON, strict about each edit: a known op, its texts there and of text, no more than that is kept."""
+    value = find_json(answer, lambda value: isinstance(value, dict) or value == [] or isinstance(value, list) and
+                      any(isinstance(item, dict) for item in value))
+    if isinstance(value, dict):
+        value = value.get("edits", [value])
+    if not isinstance(value, list):
+        return [], [{"answer": answer[:200], "reason": "the editor's answer holds no JSON list of edits"}]
+    edits, dropped = [], []
+    for item in value:
+        op = item.get("op") if isinstance(item, dict) else None
+        needs = OPS.get(op, ()) if isinstance(op, str) else ()
+        if not needs:
+            reason = f"op is not one of {', '.join(OPS)}"
+        elif not all(isinstance(item.get(key), str) and item[key].strip() for key in needs):
+            reason = f"{op} needs {' and '.join(needs)} as text"
+        elif any(unicodedata.category(c) in ("Cc", "Cs") and c not in "\n\t" for key in needs for c in item[key]):
+            reason = "it holds a control character"
+        elif len(edits) >= most:
+            reason = f"over the budget of {most} edits"
+        else:
+            edits.append({"op": op, **{key: item[key].strip() for key in needs}})
+            continue
+        dropped.append({"answer": json.dumps(item, ensure_ascii=False)[:200], "reason": reason})
+    return edits, dropped
+
+
+def parse_numbers(answer, below):
+    """The distinct whole numbers under `below` in the first JSON list of the answer."""
+    value = find_json(answer, lambda value: isinstance(value, list)) or []
+    return list(dict.fromkeys(n for n in value if type(n) is int and 0 <= n < below))
