@@ -142,7 +142,7 @@ def evolve_state(loop, k, number, state):
 # Phase II
 
 def choose_and_teach(loop, k, number, previous, state):
-    """Three conditions, labels, weights, and the teacher's log-probs into teacher.pt; returns what is logged."""
+    """Three conditions, labels, weights, the teacher's log-probs onto the disk. Returns what is logged."""
     from teacher import consult, save, weigh
 
     config, n = loop.config, loop.config.outcomes_per_condition
@@ -176,7 +176,7 @@ def choose_and_teach(loop, k, number, previous, state):
         else:
             loop.instead(config.teacher, config.teacher_bits or config.bits,
                          lambda teacher, _: consult(teacher, items, loop.chat.pad_id, **how))
-    save(items, loop.folder / "teacher.pt")
+    save(items, loop.stored(k))
     return {"labels": {label: labels_N.count(label) for label in ("00", "01", "10", "11")}, "selected": len(chosen),
             "success_in_training": [sum(t.success for t in part) / len(part) for part in (free, before, new)],
             "trajectories": len(items), "tokens": sum(len(item["weights"]) for item in items)}
@@ -197,7 +197,7 @@ def train_policy(loop, k, number, taught):
     config = loop.config
     if taught and not taught["trajectories"]:
         return {"policy_accepted": False, "reason": "no trajectory was selected", "optimizer_steps": 0}
-    items = torch.load(loop.folder / "teacher.pt") if taught else []
+    items = torch.load(loop.stored(k)) if taught else []
     before = loop.success("valid", number, "")["success"]
     model = loop.policy(number)
     loop.number = k  # its weights are another policy's from here on
@@ -251,20 +251,20 @@ def rl_term(config):
 
     def loss(batch):
         terms = batch.logp_BT, batch.old_logp_BT, batch.advantages_B, batch.mask_BT
-        if config.algorithm == "dapo":
+        if config.rl_loss == "dapo":
             return config.rl_weight * dapo_loss(*terms, num_tokens=batch.num_tokens)
-        chosen = gspo_loss if config.algorithm == "gspo" else grpo_loss
+        chosen = gspo_loss if config.rl_loss == "gspo" else grpo_loss
         return config.rl_weight * chosen(*terms, num_trajectories=batch.num_trajectories, lengths_B=batch.lengths_B)
 
-    if config.algorithm == "dapo":
+    if config.rl_loss == "dapo":
         return loss, (0.2, 0.28), False, lambda sample, num_groups: fill_batch(sample, num_groups, 3)
-    return (loss, (3e-4, 4e-4), True, everything) if config.algorithm == "gspo" else (loss, (0.2, 0.2), False, everything)
+    return (loss, (3e-4, 4e-4), True, everything) if config.rl_loss == "gspo" else (loss, (0.2, 0.2), False, everything)
 
 
 # The file as a program
 
 ARMS = {"mode": ("full", "state-only", "policy-only"), "select": ("both", "new", "persistent", "all", "random"),
-        "token_weights": ("jsd", "uniform"), "label": ("gain", "success"), "algorithm": ("grpo", "dapo", "gspo"),
+        "token_weights": ("jsd", "uniform"), "label": ("gain", "success"), "rl_loss": ("grpo", "dapo", "gspo"),
         "policy_gate": ("keep", "rise"), "editor": ("count", "model"), "enrich": ("none",), "tensorboard": (False,)}
 
 
@@ -324,7 +324,7 @@ def main(argv=None):
         top_k: int = option(0, "store the teacher's K most likely tokens and one bucket for all others (0: all tokens)")
         distill_weight: float = option(1.0, "lambda of Eq. 9")
         distill_batch: int = option(32, "trajectories distilled per optimizer step")
-        algorithm: str = option("grpo", "the RL term's loss: grpo, dapo or gspo")
+        rl_loss: str = option("grpo", "the RL term: grpo, dapo or gspo")
         rl_weight: float = option(1.0, "weight of the RL term (0: distillation alone)")
         policy_gate: str = option("keep", "commit if state-free validation success does not fall (keep), or rises (rise)")
         tasks_per_step: int = option(8, "groups per step, one task each")

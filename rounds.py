@@ -86,6 +86,10 @@ class Loop:
         for trajectory in played:
             append(self.folder / "rollouts.jsonl", {"phase": self.now, **record(round_, trajectory)})
 
+    def stored(self, round_):
+        """Where the teacher's log-probs of a round are until its policy is trained."""
+        return self.folder / "phases" / f"{round_:03d}-teacher.pt"
+
     # States
 
     def state(self, round_):
@@ -215,7 +219,7 @@ def run(config):
                     taught = loop.phase(k, "teacher", lambda: distill.choose_and_teach(loop, k, number, previous, state))
                 if config.mode == "policy-only" or config.mode == "full" and evolved["state_accepted"]:
                     trained = loop.phase(k, "policy", lambda: distill.train_policy(loop, k, number, taught))
-                    (folder / "teacher.pt").unlink(missing_ok=True)
+                    loop.stored(k).unlink(missing_ok=True)
                 number = k if trained.get("policy_accepted") else number
                 line = loop.phase(k, "round", lambda: close_round(loop, k, number, state, evolved, taught, trained))["line"]
                 print(round_table([line]) if k == 1 else round_table([line]).splitlines()[1], flush=True)

@@ -122,47 +122,60 @@ ENTRY = re.compile(r"- (\w+) house, (\w+) door: (.+)\.")
 
 
 def count_edits(trajectories, state, budget, rejected=(), support=2):
-    """Edits by counting, no language model: at the door of one colour in one house, after which command did an episode
-    go on or succeed (good), after which did it end without success (bad)? What stands out in at least `support`
-    episodes becomes an entry, an entry that failed more often than not is replaced or deleted. It reads observations and
-    outcomes of episodes alone. Failures first, then by number of episodes; what was rejected before comes last.
+    """Edits by counting, no language model. At the door of one colour in one house, after which command did an episode
+    go on or succeed (good), after which did it end without success (bad)? Commands of one kind, that is of one first
+    word, are rivals. A command that is good in at least `support` episodes, and in a larger share than a rival that
+    failed as often, becomes an entry; an entry that does worse than a rival is replaced, one that only fails is deleted.
+
+    It reads observations, actions and outcomes of episodes, and knows no rule. Mended entries come first, then what came
+    up in most episodes; what was rejected before comes last. An entry: "- ash house, red door: take iron key."
     """
-    tally = defaultdict(lambda: defaultdict(Counter))  # (house, door) -> command -> good, bad
+    tally = defaultdict(lambda: defaultdict(Counter))  # (house, door, kind) -> command -> good, bad
     for trajectory in trajectories:
         house = re.search(r"in the (\w+) house", trajectory.first_observation)
         shown = [trajectory.first_observation, *(turn.observation for turn in trajectory.turns)]
         seen = set()  # an episode counts once, however often it does the same
         for number, (turn, observation) in enumerate(zip(trajectory.turns, shown), 1):
-            door = re.search(r"The door here is (\w+)", observation)
-            if house and door and turn.valid:
+            door, command = re.search(r"The door here is (\w+)", observation), parse_action(turn.action).lower()
+            if house and door and command and turn.valid:
                 good = number < len(trajectory.turns) or trajectory.success
-                seen.add(((house[1], door[1]), parse_action(turn.action).lower(), "good" if good else "bad"))
+                seen.add(((house[1], door[1], command.split()[0]), command, "good" if good else "bad"))
         for key, command, outcome in seen:
             tally[key][command][outcome] += 1
 
-    def standing(key):
-        """(command, good - bad) of the command that stands out, or None."""
-        lead, good, command = max((n["good"] - n["bad"], n["good"], command) for command, n in tally[key].items())
-        return (command, lead) if lead > 0 and good >= support else None
+    def share(key, command):
+        count = tally[key][command]
+        return count["good"] / max(count["good"] + count["bad"], 1)
+
+    def best(key):
+        """The command that stands out among its rivals, or None."""
+        first = max(sorted(tally[key]), key=lambda command: (share(key, command), tally[key][command]["good"]))
+        failed = sum(count["bad"] for command, count in tally[key].items() if share(key, command) < share(key, first))
+        return first if tally[key][first]["good"] >= support and failed >= support else None
 
     ranked, known = [], set()
     for line in entries(state):
         found = ENTRY.fullmatch(line)
         if not found:
             continue  # not an entry of this editor's
-        key, command = (found[1], found[2]), found[3]
+        key, command = (found[1], found[2], found[3].split()[0]), found[3]
         known.add(key)
-        count = tally[key][command] if key in tally else Counter()
-        if count["bad"] > count["good"] and count["bad"] >= support:
-            best = standing(key)
-            edit = {"op": "replace", "target": line, "content": worded(key, best[0])} if best and best[0] != command \
-                else {"op": "delete", "target": line}
-            ranked.append((edit in rejected, 0, -count["bad"], line, edit))
+        if key not in tally or tally[key][command]["bad"] < support:
+            continue
+        rival = best(key)
+        if rival and share(key, rival) > share(key, command):
+            edit = {"op": "replace", "target": line, "content": worded(key, rival)}
+        elif not tally[key][command]["good"]:
+            edit = {"op": "delete", "target": line}
+        else:
+            continue
+        ranked.append((edit in rejected, 0, -tally[key][command]["bad"], line, edit))
     for key in tally:
-        best = standing(key)
-        if best and key not in known:
-            edit = {"op": "append", "content": worded(key, best[0])}
-            ranked.append((edit in rejected, 1, -best[1], edit["content"], edit))
+        rival = best(key) if key not in known else None
+        if rival:
+            edit = {"op": "append", "content": worded(key, rival)}
+            often = sum(sum(count.values()) for count in tally[key].values())
+            ranked.append((edit in rejected, 1, -often, edit["content"], edit))
     return [edit for *_, edit in sorted(ranked, key=lambda item: item[:4])][:budget]
 
 
