@@ -174,8 +174,7 @@ def choose_and_teach(loop, k, number, previous, state):
         if config.teacher == "self":
             consult(loop.policy(number), items, loop.chat.pad_id, **how)
         else:
-            loop.instead(config.teacher, config.teacher_bits or config.bits,
-                         lambda teacher, _: consult(teacher, items, loop.chat.pad_id, **how))
+            loop.instead(config.teacher, lambda teacher, _: consult(teacher, items, loop.chat.pad_id, **how))
     save(items, loop.stored(k))
     return {"labels": {label: labels_N.count(label) for label in ("00", "01", "10", "11")}, "selected": len(chosen),
             "success_in_training": [sum(t.success for t in part) / len(part) for part in (free, before, new)],
@@ -265,7 +264,8 @@ def rl_term(config):
 
 ARMS = {"mode": ("full", "state-only", "policy-only"), "select": ("both", "new", "persistent", "all", "random"),
         "token_weights": ("jsd", "uniform"), "label": ("gain", "success"), "rl_loss": ("grpo", "dapo", "gspo"),
-        "policy_gate": ("keep", "rise"), "editor": ("count", "model"), "enrich": ("none",), "tensorboard": (False,)}
+        "policy_gate": ("keep", "rise"), "editor": ("count", "model"), "teacher_bits": (0, 4, 16, 32),
+        "enrich": ("none",), "tensorboard": (False,)}
 
 
 def check(config):
@@ -278,7 +278,7 @@ def check(config):
                  "editor_tokens", "editor_characters", "edits_first", "edits_last"):
         if getattr(config, name) < 1:
             raise BadInput(f"--{name.replace('_', '-')} must be at least 1, got {getattr(config, name)}")
-    for name in ("alpha", "distill_weight", "rl_weight", "top_k", "teacher_bits"):
+    for name in ("alpha", "distill_weight", "rl_weight", "top_k"):
         if not 0 <= getattr(config, name) < math.inf:
             raise BadInput(f"--{name.replace('_', '-')} must be 0 or above, got {getattr(config, name)}")
     if config.temperature == 0:
@@ -320,7 +320,7 @@ def main(argv=None):
         on_policy: bool = option(False, "distill on fresh state-free episodes instead of those played with S_k+1")
         teacher: str = option("self", "self (Eq. 5), none (the RL term alone), or a model on the hub or a folder")
         teacher_state: bool = option(True, "the teacher sees S_k+1")
-        teacher_bits: int = option(0, "weights of another teacher: 4, 16, 32 (0: as --bits)")
+        teacher_bits: int = option(0, "weights of another teacher or editor: 4, 16, 32 (0: as --bits)")
         top_k: int = option(0, "store the teacher's K most likely tokens and one bucket for all others (0: all tokens)")
         distill_weight: float = option(1.0, "lambda of Eq. 9")
         distill_batch: int = option(32, "trajectories distilled per optimizer step")

@@ -110,7 +110,7 @@ class Loop:
 
         how = {"most": self.config.editor_characters}
         if self.config.editor_model:
-            return self.instead(self.config.editor_model, self.config.bits, lambda model, chat: model_edits(
+            return self.instead(self.config.editor_model, lambda model, chat: model_edits(
                 answers_of(model, chat), episodes, state, budget, rejected, **how))
         model = self.policy(number)
         with model.disable_adapter():
@@ -140,12 +140,12 @@ class Loop:
         self.model.save_pretrained(beside, selected_adapters=["default"])
         beside.rename(folder)
 
-    def instead(self, name, bits, work):
+    def instead(self, name, work):
         """work(model, its Chat) with another model, while the policy is out of memory. Nothing of it is left after."""
         self.model = None
         free()
         try:
-            model, tokenizer = load_model(name, bits)
+            model, tokenizer = load_model(name, self.config.teacher_bits or self.config.bits)
         except (OSError, ValueError, ImportError, RuntimeError) as error:
             raise BadInput(f"cannot load the model {name!r}: {str(error).strip().splitlines()[0]}") from error
         found = work(model, Chat(tokenizer, self.config.thinking, model.generation_config.eos_token_id))
@@ -273,7 +273,8 @@ def final_report(loop, k, number, state):
     residual = residual_state(loop, number, state) if number else state
     replace(loop.folder / "states" / "residual.md", residual + "\n" if residual else "")
     texts = list(dict.fromkeys(("", state)))
-    rows = [loop.evaluation(k, "test", n, text, policy) for n, policy in ((0, "base"), (number, "trained")) for text in texts]
+    rows = [loop.evaluation(k, "test", n, text, policy)
+            for n, policy in ((0, "base"), (number, "trained")) for text in texts]
     if state:
         rows.append(loop.evaluation(k, "test", number, residual, residual=True))
     adapter, beside = loop.folder / "adapter", loop.folder / "adapter.new"

@@ -1,0 +1,207 @@
+"""The teacher: the same tokens after two prompts, weights, stored log-probs, the gradient they make."""
+import resource
+
+import pytest
+import torch
+
+import teacher
+from conftest import FakeEnv, FakePolicy, shake, tiny_qwen3
+from distill import distill_loss, state_response_weights
+from envs import BadInput
+from model import add_lora, make_optimizer
+from rollout import Chat, Request, Trajectory, Turn, rollout
+from state import StateEnv, with_state
+
+STATE = "- ash house, red door: take iron key.\n- Look first."
+
+
+def random_logits(*shape, seed=0, scale=3.0):
+    return scale * torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+LIMITS = {"max_turns": 4}
+
+
+@pytest.fixture
+def episodes(word_chat):
+    """Of two turns and three, each with its state in the prompt."""
+    env = FakeEnv()
+    return rollout(FakePolicy([7, 8, 2], [9, 2], [11, 12, 13, 2]), word_chat, [StateEnv(env, STATE)],
+                   [Request("wait win"), Request("wait wait lose", 1)], **LIMITS)
+
+
+def full_logits(model, row):
+    with torch.no_grad():
+        hidden = model.get_base_model().base_model(input_ids=torch.tensor([row.ids])).last_hidden_state[0]
+        logits = model.get_base_model().lm_head(hidden)
+    return logits[[t - 1 for t, own in enumerate(row.mask) if own]]
+
+
+@pytest.mark.parametrize("history", ["full", "window:1"])
+def test_both_branches_score_the_same_ids_under_different_prompts(episodes, word_chat, history):
+    for trajectory in episodes:
+        pairs = teacher.both_rows(trajectory, word_chat, history, STATE)
+        assert len(pairs) == (1 if history == "full" else len(trajectory.turns))
+        for with_, without in pairs:
+            sampled = [[i for i, own in zip(row.ids, row.mask) if own] for row in (with_, without)]
+            assert sampled[0] == sampled[1] and len(with_.ids) > len(without.ids)
+        if history == "full":
+            assert pairs[0][0].ids == trajectory.rows[0].ids  # the branch that was sampled is what was sampled
+
+
+def test_other_ids_are_refused_at_run_time(episodes, word_chat, monkeypatch):
+    plain = teacher.hint_free_rows
+
+    def tampered(trajectory, chat, history):
+        rows = plain(trajectory, chat, history)
+        if STATE not in trajectory.system_prompt:
+            rows[0].ids[rows[0].mask.index(1)] += 1
+        return rows
+
+    monkeypatch.setattr(teacher, "hint_free_rows", tampered)
+    with pytest.raises(AssertionError, match="same token ids"):
+        teacher.both_rows(episodes[0], word_chat, "full", STATE)
+
+
+@pytest.mark.parametrize("history, budget", [("full", 8192), ("full", 1), ("window:1", 8192)])
+def test_weights_are_those_of_the_equations_over_the_whole_trajectory(policy, episodes, word_chat, history, budget):
+    items = teacher.weigh(policy, episodes, [1.0, 0.5], word_chat, STATE, history=history, micro_batch_tokens=budget)
+    for item, trajectory, a in zip(items, episodes, (1.0, 0.5)):
+        pairs = teacher.both_rows(trajectory, word_chat, history, STATE)
+        logits = [torch.cat([full_logits(policy, row) for row in rows]) for rows in zip(*pairs)]
+        assert item["weights"].tolist() == pytest.approx((a * state_response_weights(*logits)).tolist(), rel=1e-3)
+        assert len(item["weights"]) == trajectory.length
+    assert [len(item["rows"]) for item in items] == ([1, 1] if history == "full" else [2, 3])
+
+
+def test_only_what_is_selected_is_stored_and_uniform_weights_are_one(policy, episodes, word_chat):
+    items = teacher.weigh(policy, episodes, [0.0, 1.0], word_chat, STATE, token_weights="uniform")
+    assert len(items) == 1 and items[0]["weights"].tolist() == [1.0] * episodes[1].length
+    assert teacher.weigh(policy, episodes, [0.0, 0.0], word_chat, STATE) == []
+
+
+def taught(policy, episodes, chat, **how):
+    items = teacher.weigh(policy, episodes, [1.0, 0.5], chat, STATE)
+    teacher.consult(policy, items, chat.pad_id, **how)
+    return items
+
+
+def test_what_is_distilled_is_eq_8(policy, episodes, word_chat, monkeypatch):
+    items = taught(policy, episodes, word_chat)
+    shake(policy, scale=0.05, seed=3)  # the student has moved away since
+    top = bottom = 0.0
+    for item, trajectory in zip(items, episodes):
+        (_, row), = teacher.both_rows(trajectory, word_chat, "full", STATE)
+        part = distill_loss(full_logits(policy, row)[None], item["logp"][None], item["weights"][None],
+                            torch.ones(1, trajectory.length))
+        top, bottom = top + part[0].item(), bottom + part[1].item()
+    gradients = []
+    for budget, chunk in ((8192, 256), (1, 256), (8192, 2)):
+        monkeypatch.setattr(teacher, "CHUNK", chunk)
+        policy.zero_grad()
+        value = teacher.distill(policy, items, word_chat.pad_id, weight=0.5, micro_batch_tokens=budget)
+        assert value == pytest.approx(top / bottom, rel=1e-4)
+        gradients.append(torch.cat([p.grad.flatten() for p in policy.parameters() if p.requires_grad]))
+    assert gradients[0].abs().max() > 0
+    assert all(torch.allclose(gradients[0], g, atol=1e-6 * gradients[0].abs().max().item() + 1e-7) for g in gradients[1:])
+    policy.zero_grad()
+    teacher.distill(policy, items, word_chat.pad_id, weight=1.0)
+    whole = torch.cat([p.grad.flatten() for p in policy.parameters() if p.requires_grad])
+    assert torch.allclose(whole, 2 * gradients[0], rtol=1e-3, atol=1e-7)
+
+
+def test_the_teacher_is_the_branch_with_the_state_and_without_it_teaches_nothing(policy, episodes, word_chat):
+    assert teacher.distill(policy, taught(policy, episodes, word_chat), word_chat.pad_id) > 1e-3
+    blind = taught(policy, episodes, word_chat, sees_state=False)
+    assert teacher.distill(policy, blind, word_chat.pad_id) == pytest.approx(0, abs=1e-6)
+
+
+def test_the_state_free_student_becomes_the_state_conditioned_teacher(policy, episodes, word_chat):
+    items = taught(policy, episodes, word_chat)
+    optimizer = make_optimizer(policy, 5e-3)
+    values = []
+    for _ in range(40):
+        optimizer.zero_grad()
+        values.append(teacher.distill(policy, items, word_chat.pad_id))
+        optimizer.step()
+    assert values[-1] < 0.1 * values[0]
+
+
+def test_buckets_of_top_k_and_the_rest():
+    logits = random_logits(4, 9)
+    top = logits.topk(3).indices
+    got = teacher.buckets(logits, top).softmax(1)
+    p = logits.softmax(1)
+    assert torch.allclose(got[:, :3], p.gather(1, top)) and torch.allclose(got[:, 3], 1 - p.gather(1, top).sum(1), atol=1e-6)
+    assert teacher.buckets(logits, top[:, :0]) is logits
+
+
+def test_top_k_below_the_whole_vocabulary_is_never_above_it(policy, episodes, word_chat):
+    values = []
+    for k in (1, 4, 16, 10_000, 0):
+        items = taught(policy, episodes, word_chat, top_k=k)
+        shake(policy, scale=0.05, seed=3)
+        values.append(teacher.distill(policy, items, word_chat.pad_id))
+        shake(policy, scale=-0.05, seed=3)
+        assert items[0]["logp"].shape[1] == {1: 2, 4: 5, 16: 17}.get(k, len(word_chat.tokenizer))
+    assert values[0] < values[1] < values[2] <= values[4] * (1 + 1e-5) and values[3] == pytest.approx(values[4], rel=1e-4)
+
+
+def test_a_teacher_with_a_wider_output_is_cut_to_the_students(policy, episodes, word_chat):
+    wide = add_lora(tiny_qwen3(len(word_chat.tokenizer) + 7), rank=4)
+    items = teacher.weigh(policy, episodes, [1.0, 1.0], word_chat, STATE)
+    vocabulary = len(word_chat.tokenizer)
+    teacher.consult(wide, items, word_chat.pad_id, width=vocabulary)
+    assert items[0]["logp"].shape[1] == vocabulary and items[0]["logp"].exp().sum(1).allclose(torch.ones(episodes[0].length))
+    assert teacher.distill(policy, items, word_chat.pad_id) > 0
+
+
+@pytest.fixture(scope="module")
+def smollm2_logits(smollm2):
+    """Real logits over 49,152 tokens with and without a state, after the same tokens: [T, V] each."""
+    from model import load_model
+    model, tokenizer = load_model(smollm2)
+    chat = Chat(tokenizer)
+    text = "Lead melts at 327 degrees, so heat the spoon slowly and keep the lead away from food. Then pour it into a mould."
+    action = [*chat.text_ids(text), tokenizer.eos_token_id]
+    state = "- Lead melts at 327 degrees."
+    trajectory = Trajectory("task", 0, 0, False, system_prompt=with_state("Answer in short.", state),
+                            first_observation="How do I melt lead?", turns=[Turn([], action, text, "", 0.0, True, "end")])
+    (with_, without), = teacher.both_rows(trajectory, chat, "full", state)
+    with torch.no_grad():
+        return [teacher.logits(model, teacher.hidden(model, [row], chat.pad_id), 1.0) for row in (with_, without)]
+
+
+@pytest.mark.parametrize("k, most", [(64, 0.02), (256, 0.01)])
+def test_top_k_and_tail_is_within_a_hundredth_of_the_full_kl_on_real_logits(smollm2_logits, k, most):
+    state, free = smollm2_logits
+    ones = torch.ones(1, len(free))
+    full = distill_loss(free[None], state[None], ones, ones)[0].item()
+    top = state.topk(k).indices
+    stored = distill_loss(teacher.buckets(free, top)[None], teacher.buckets(state, top)[None], ones, ones)[0].item()
+    assert full > 1 and (1 - most) * full <= stored <= full
+
+
+def test_a_full_disk_is_one_line_and_leaves_the_old_file(policy, episodes, word_chat, tmp_path):
+    path = tmp_path / "teacher.pt"
+    teacher.save([], path)
+    items = taught(policy, episodes, word_chat)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))  # a write beyond this fails, as on a full disk
+    try:
+        with pytest.raises(BadInput, match="teacher's log-probs.*cannot be stored.*--resume") as caught:
+            teacher.save(items, path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert "\n" not in str(caught.value)
+    assert [p.name for p in tmp_path.iterdir()] == ["teacher.pt"] and torch.load(path) == []
+
+
+def test_a_teacher_with_another_tokenizer_is_refused_with_the_reason(words, tmp_path, qwen_folder):
+    with pytest.raises(BadInput, match="has another tokenizer.*tokens against") as caught:
+        teacher.check_tokenizer(str(qwen_folder / "qwen3_tokenizer"), words)
+    assert "\n" not in str(caught.value)
+    words.save_pretrained(tmp_path / "same")
+    teacher.check_tokenizer(str(tmp_path / "same"), words)
+    with pytest.raises(BadInput, match="cannot load the teacher"):
+        teacher.check_tokenizer(str(tmp_path / "nothing"), words)
