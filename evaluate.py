@@ -117,7 +117,7 @@ def evaluate_config(config, run):
     import torch
 
     from envs import BadInput, make_env, parse_options
-    from rollout import sampler
+    from sampling import sampler
     from train import load_policy, tasks_of
 
     if config.samples < 1:

@@ -158,9 +158,10 @@ def train(config, algorithm, loss, advantages, *, clip, use_reference=False, seq
     from evaluate import evaluate, fixed_tasks, table
     from learner import update
     from model import freeze_reference, make_optimizer
-    from rollout import refuse_if_nothing_fits, rollout, sampler
+    from rollout import refuse_if_nothing_fits, rollout
     from runs import (append, draw_curve, episode_metrics, read, record, run_folder, save_checkpoint, speed, tensorboard,
                       write_config)
+    from sampling import sampler
     from warmstart import warm_up
 
     if config.temperature == 0:
