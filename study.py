@@ -3,7 +3,7 @@
     python enrich.py --study --quick                 # a few arms, short runs, about five minutes
     python enrich.py --study --jobs 2                # every strategy and control of enrich.py on the built-in game
     python enrich.py --study --arms none hybrid ag-always+stripped+positive --seeds 3 --env sciworld --name mine
-    python study.py results/keydoor-enrich           # a study's table and picture again, from its study.json
+    python study.py results/keydoor-enrich hybrid    # its table again, with differences to another arm
 
 An arm is a strategy of enrich.py, with modifiers behind plus signs (MODIFIERS); "supervised" is no reinforcement at all,
 but supervised training on known solutions, tasks-per-step × group rows in each of as many steps. Every run is a process of
@@ -126,9 +126,9 @@ def summary(about: dict, arms: dict, results: dict) -> dict:
     return study
 
 
-def table(study) -> str:
-    """Markdown."""
-    baseline = next(iter(study["arms"]))
+def table(study, baseline=None) -> str:
+    """Markdown, with differences to the arm `baseline` (default: the first)."""
+    baseline = baseline or next(iter(study["arms"]))
     arms, asks = study["arms"], any("abstain_turns" in run for arm in study["arms"].values() for run in arm["runs"])
     columns = {"final": "final", "peak": "peak", "clean": "final without an invalid action", "success_hinted":
                "with hints, at the end of training", "final_with_state": "final with the state"}
@@ -138,8 +138,8 @@ def table(study) -> str:
     for name, arm in arms.items():
         cells = [f"`{name}`"]
         cells += [f"{arm[key]['mean']:.3f} ± {arm[key]['std']:.3f}" if key in arm else "" for key in columns]
-        d = arm.get("difference")
-        cells += [f"{d['mean']:+.3f} [{d['low']:+.3f}, {d['high']:+.3f}], {d['p']:.3f}", verdict(d)] if d else ["", ""]
+        d = paired([run["final"] - other["final"] for run, other in zip(arm["runs"], arms[baseline]["runs"])])
+        cells += [f"{d['mean']:+.3f} [{d['low']:+.3f}, {d['high']:+.3f}], {d['p']:.3f}", verdict(d)] if name != baseline else ["", ""]
         if asks:
             cells.append("{} of {}".format(*(sum(run.get(key, 0) for run in arm["runs"]) for key in ("abstained", "abstain_turns"))))
         lines.append("| " + " | ".join(cells) + " |")
@@ -253,9 +253,15 @@ def enrichment(argv):
 
 def main(argv=None):
     argv = sys.argv[1:] if argv is None else argv
-    if len(argv) != 1 or not (Path(argv[0]) / "study.json").is_file():
-        raise BadInput("usage: python study.py results/NAME, a folder with a study.json; to run one: python enrich.py --study")
-    report(Path(argv[0]))
+    if len(argv) not in (1, 2) or not (Path(argv[0]) / "study.json").is_file():
+        raise BadInput("usage: python study.py results/NAME [ARM], a folder with a study.json; to run one: python enrich.py --study")
+    study = json.loads((Path(argv[0]) / "study.json").read_text())
+    if len(argv) == 2 and argv[1] not in study["arms"]:
+        raise BadInput(f"{argv[0]} has no arm {argv[1]!r}; it has: {', '.join(study['arms'])}")
+    if len(argv) == 2:
+        print(table(study, argv[1]))
+    else:
+        report(Path(argv[0]))
 
 
 if __name__ == "__main__":

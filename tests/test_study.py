@@ -125,15 +125,20 @@ def test_bad_input_is_one_line(fake, argv, says):
     assert "\n" not in str(error.value) and calls(fake) == []
 
 
-def test_the_table_can_be_made_again(fake, monkeypatch):
+def test_the_table_can_be_made_again(fake, capsys):
     study.enrichment(["--arms", "none", "hybrid", "--seeds", "2", "--steps", "4"])
     folder = fake / "results" / "keydoor-enrich"
     before = (folder / "study.md").read_text()
     (folder / "study.md").unlink()
     study.main([str(folder)])
     assert (folder / "study.md").read_text() == before
-    with pytest.raises(BadInput, match="usage"):
-        study.main(["nowhere"])
+    capsys.readouterr()
+    study.main([str(folder), "hybrid"])
+    assert "final − hybrid [95 %], p" in (said := capsys.readouterr().out) and "-0.500 [-0.500, -0.500]" in said
+    assert (folder / "study.md").read_text() == before
+    for argv, says in ((["nowhere"], "usage"), ([str(folder), "both"], "no arm 'both'; it has: none, hybrid")):
+        with pytest.raises(BadInput, match=says):
+            study.main(argv)
 
 
 def test_an_unfinished_run_has_no_figures(tmp_path):
