@@ -181,24 +181,42 @@ def report(folder):
     print(f"\n{text}\n\n{folder}/ holds study.json, study.md, study.png")
 
 
-def study(config, program, arms, defaults, about):
-    """Run the arms, {name: options}, of `program` and write results/<name>/. `config` is the command line's, a Config with
-    name, seeds and jobs; what it sets beside `defaults`, the plain Config, goes to every run."""
+def parse_study(argv, arms, algorithms=()):
+    """(the study's own options, the words for every run)."""
+    import argparse
+
+    parser = argparse.ArgumentParser(allow_abbrev=False, description="Arms × seeds at equal steps. Every other option goes to "
+                                     "every run.")
+    parser.add_argument("--arms", nargs="+", default=arms, help="the first is the baseline (default: %(default)s)")
+    parser.add_argument("--seeds", type=int, default=5, help="runs of each arm: seeds 0, 1, ...")
+    parser.add_argument("--jobs", type=int, default=1, help="runs at the same time, a core each")
+    parser.add_argument("--name", default="", help="results go to results/NAME/")
+    parser.add_argument("--quick", action="store_true", help="three arms, two seeds, short runs")
+    if algorithms:
+        parser.add_argument("--algorithm", default=algorithms[0], choices=algorithms)
+
+    def refuse(message):
+        raise BadInput(f"{message} (see --study --help)")
+
+    parser.error = refuse
+    args, words = parser.parse_known_args(argv)
+    if not (1 <= args.seeds <= 16 and args.jobs >= 1):
+        raise BadInput(f"--seeds must be in 1..16 and --jobs at least 1, got {args.seeds} and {args.jobs}")
+    if len(set(args.arms)) < max(2, len(args.arms)):
+        raise BadInput("--arms wants two or more different arms, the first as the baseline")
+    if refused := {"--seed", "--out", "--resume", "--overwrite", "--enrich"} & set(words):
+        raise BadInput(f"a study sets {', '.join(sorted(refused))} itself")
+    return args, words
+
+
+def study(args, program, arms, about):
+    """Run the arms, {name: options}, of `program` and write results/<name>/."""
     from runs import commit, replace
 
-    if config.seeds < 1 or config.jobs < 1:
-        raise BadInput(f"--seeds and --jobs must be at least 1, got {config.seeds} and {config.jobs}")
-    common = []
-    for field in dataclasses.fields(defaults):
-        value = getattr(config, field.name)
-        if value != getattr(defaults, field.name) and field.name not in ("seed", "out", "resume", "overwrite"):
-            common += [f"--{field.name.replace('_', '-')}", *(map(str, value) if isinstance(value, list) else [str(value)])]
-    arms = {name: [*common, *options] for name, options in arms.items()}
-    seeds = list(range(config.seed, config.seed + config.seeds))
-    results = run_all(program, arms, seeds, Path("runs") / config.name, config.jobs)
-    folder = Path("results") / config.name
+    seeds, folder = list(range(args.seeds)), Path("results") / args.name
+    results = run_all(program, arms, seeds, Path("runs") / args.name, args.jobs)
     folder.mkdir(parents=True, exist_ok=True)
-    about = {"program": program, "common": common, "seeds": seeds, "commit": commit(), **about}
+    about = {"program": program, "seeds": seeds, "commit": commit(), **about}
     replace(folder / "study.json", json.dumps(summary(about, arms, results), indent=1) + "\n")
     report(folder)
 
@@ -206,33 +224,19 @@ def study(config, program, arms, defaults, about):
 def enrichment(argv):
     """The study of `enrich.py`."""
     from enrich import STRATEGIES, schedule_of
-    from train import Config, option, parse
+    from train import Config, parse
 
-    game, controls = ["stages=6", "commands=4"], ["hybrid+mixed", "hybrid+anneal", "ag-always+stripped", "ag-always+stripped+positive",
-                                                   "ag-always+ratio", "none+positive", "supervised"]
-
-    @dataclasses.dataclass
-    class StudyConfig(Config):
-        arms: list[str] = option([*STRATEGIES, *controls], "strategies, with modifiers behind +: " + ", ".join(MODIFIERS) +
-                                 "; or supervised. The first is the baseline")
-        seeds: int = option(5, "runs of each arm, seeds from --seed on")
-        algorithm: str = option("grpo", "grpo, dapo or gspo")
-        jobs: int = option(1, "runs at the same time, a core each")
-        name: str = option("", "results go to results/<name>/ (default: <env>-enrich)")
-        quick: bool = option(False, "three arms, two seeds, short runs")
-
-    config = parse(StudyConfig, argv, description="Strategies × seeds at equal steps.")
+    controls = ["hybrid+mixed", "ag-always+mixed", "ag-always+stripped+positive", "none+positive", "supervised"]
+    args, words = parse_study(argv, [*STRATEGIES, *controls], ("grpo", "dapo", "gspo"))
+    if args.quick:
+        args.arms, args.seeds, words = ["none", "hybrid", "ag-always"], min(args.seeds, 2), [*words, "--steps", "15"]
+    config = parse(Config, words)
     if config.env == "keydoor" and not config.env_options:
-        config.env_options = game
-        if config.enrich_late == Config.enrich_late:  # the game has eight turns
-            config.enrich_late = "4,8"
-    if config.quick:
-        config.arms, config.seeds, config.steps = ["none", "hybrid", "ag-always"], min(config.seeds, 2), min(config.steps, 15)
-    if config.algorithm not in ("grpo", "dapo", "gspo"):
-        raise BadInput(f"--algorithm must be grpo, dapo or gspo, got {config.algorithm!r}")
-    if config.enrich != "none":
-        raise BadInput("a study takes its strategies from --arms, not from --enrich")
-    config.name = config.name or f"{config.env}-enrich" + ("-quick" if config.quick else "")
+        words += ["--env-options", "stages=6", "commands=4"]
+        if config.enrich_late == Config.enrich_late:
+            words += ["--enrich-late", "4,8"]  # the game has eight turns
+    config = parse(Config, words)
+    args.name = args.name or f"{config.env}-{args.algorithm}-enrich" + ("-quick" if args.quick else "")
 
     def options_of(arm):
         strategy, *modifiers = arm.split("+")
@@ -245,10 +249,8 @@ def enrichment(argv):
         schedule_of(dataclasses.replace(config, enrich=strategy))  # raises BadInput
         return [*(["--enrich", strategy] if strategy != "none" else []), *(word for m in modifiers for word in MODIFIERS[m])]
 
-    if len(set(config.arms)) < max(2, len(config.arms)):
-        raise BadInput("--arms wants two or more different arms, the first as the baseline")
-    study(config, f"{config.algorithm}.py", {arm: options_of(arm) for arm in config.arms}, Config(),
-          {"env": config.env, "algorithm": config.algorithm, "steps": config.steps})
+    arms = {arm: [*words, *options_of(arm)] for arm in args.arms}
+    study(args, f"{args.algorithm}.py", arms, {"env": config.env, "algorithm": args.algorithm, "steps": config.steps})
 
 
 def main(argv=None):

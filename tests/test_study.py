@@ -71,7 +71,7 @@ def test_the_interval_covers_the_truth_as_often_as_it_says():
 
 def test_a_study_writes_its_figures(fake, capsys):
     study.enrichment(["--arms", "none", "hybrid", "hybrid+mixed", "--seeds", "3", "--steps", "4", "--jobs", "2"])
-    got = json.loads((fake / "results" / "keydoor-enrich" / "study.json").read_text())
+    got = json.loads((fake / "results" / "keydoor-grpo-enrich" / "study.json").read_text())
     assert list(got["arms"]) == ["none", "hybrid", "hybrid+mixed"] and got["seeds"] == [0, 1, 2]
     arm = got["arms"]["hybrid"]
     assert [run["final"] for run in arm["runs"]] == pytest.approx([0.5, 0.6, 0.7])
@@ -79,10 +79,10 @@ def test_a_study_writes_its_figures(fake, capsys):
     assert arm["final"] == pytest.approx({"mean": 0.6, "std": 0.1}) and arm["clean"]["mean"] == pytest.approx(0.3)
     assert arm["success_hinted"]["mean"] == pytest.approx(0.4) and arm["difference"]["mean"] == pytest.approx(0.5)
     assert "--enrich-mixed" in got["arms"]["hybrid+mixed"]["options"] and "--enrich-mixed" not in arm["options"]
-    assert "difference" not in got["arms"]["none"] and got["arms"]["none"]["options"][:3] == ["--env-options", "stages=6", "commands=4"]
+    assert "difference" not in got["arms"]["none"] and got["arms"]["none"]["options"][:3] == ["--steps", "4", "--env-options"]
     assert "| `hybrid` | 0.600 ± 0.100 |" in capsys.readouterr().out
-    assert "3 of 9" in (fake / "results" / "keydoor-enrich" / "study.md").read_text()
-    assert (fake / "results" / "keydoor-enrich" / "study.png").stat().st_size > 1000
+    assert "3 of 9" in (fake / "results" / "keydoor-grpo-enrich" / "study.md").read_text()
+    assert (fake / "results" / "keydoor-grpo-enrich" / "study.png").stat().st_size > 1000
 
 
 def test_finished_runs_are_not_done_again_and_other_options_are_refused(fake):
@@ -100,7 +100,7 @@ def test_a_run_that_fails_is_named_and_the_rest_is_kept(fake):
     study.HERE.joinpath("grpo.py").write_text(FAKE_PROGRAM.replace('"fail" in words', '"hybrid" in words'))
     with pytest.raises(BadInput, match="hybrid, seed 0, failed: see .*hybrid__0.log"):
         study.enrichment(argv)
-    assert "it broke" in (fake / "runs" / "keydoor-enrich" / "hybrid__0.log").read_text()
+    assert "it broke" in (fake / "runs" / "keydoor-grpo-enrich" / "hybrid__0.log").read_text()
     (fake / "mended").touch()
     study.enrichment(argv)
     assert calls(fake) == ["none__0", "hybrid__0", "hybrid__0"]
@@ -108,7 +108,7 @@ def test_a_run_that_fails_is_named_and_the_rest_is_kept(fake):
 
 def test_supervised_has_as_many_steps(fake):
     study.enrichment(["--arms", "none", "supervised", "--seeds", "1", "--steps", "7", "--tasks-per-step", "3", "--group", "5"])
-    options = json.loads((fake / "results" / "keydoor-enrich" / "study.json").read_text())["arms"]["supervised"]["options"]
+    options = json.loads((fake / "results" / "keydoor-grpo-enrich" / "study.json").read_text())["arms"]["supervised"]["options"]
     assert options[-10:] == ["--steps", "0", "--warm-start", "gold", "--warm-start-steps", "7", "--warm-start-lr", "0.001",
                              "--warm-start-batch", "15"]
 
@@ -117,8 +117,8 @@ def test_supervised_has_as_many_steps(fake):
     (["--arms", "none", "hybird"], "unknown arm 'hybird'"), (["--arms", "none", "hybrid+mxed"], "unknown arm"),
     (["--arms", "none"], "two or more"), (["--arms", "none", "none"], "two or more"),
     (["--arms", "none", "supervised", "--warm-start", "random"], "without --warm-start"),
-    (["--enrich", "hybrid"], "from --arms"), (["--seeds", "0"], "--seeds"), (["--jobs", "0"], "--jobs"),
-    (["--algorithm", "ppo"], "--algorithm must be"), (["--arms", "none", "hybrid", "--enrich-late", "1,2"], "late window")])
+    (["--enrich", "hybrid"], "a study sets --enrich itself"), (["--seed", "3"], "a study sets --seed itself"), (["--stpes", "3"], "unknown option"), (["--seeds", "0"], "--seeds"), (["--jobs", "0"], "--jobs"),
+    (["--algorithm", "ppo"], "--algorithm"), (["--arms", "none", "hybrid", "--enrich-late", "1,2"], "late window")])
 def test_bad_input_is_one_line(fake, argv, says):
     with pytest.raises(BadInput, match=says) as error:
         study.enrichment(argv)
@@ -127,7 +127,7 @@ def test_bad_input_is_one_line(fake, argv, says):
 
 def test_the_table_can_be_made_again(fake, capsys):
     study.enrichment(["--arms", "none", "hybrid", "--seeds", "2", "--steps", "4"])
-    folder = fake / "results" / "keydoor-enrich"
+    folder = fake / "results" / "keydoor-grpo-enrich"
     before = (folder / "study.md").read_text()
     (folder / "study.md").unlink()
     study.main([str(folder)])
