@@ -53,8 +53,9 @@ def evaluate(act, chat, envs, tasks, *, samples: int = 1, **limits) -> dict:
     scores = [t.reward if t.info.get("score") is None else t.info["score"] for t in played if t.end != "env_error"]
     clean = sum(t.success and all(turn.valid for turn in t.turns) for t in played)
     result = {"success": successes / len(played), "interval": wilson(successes, len(played)), "episodes": len(played),
-              "clean_success": clean / len(played), "score": sum(scores) / max(len(scores), 1), "valid_action_fraction": sum(turn.valid for turn in turns) /
-              max(len(turns), 1), "turns": len(turns) / len(played),
+              "clean_success": clean / len(played), "score": sum(scores) / max(len(scores), 1),
+              "valid_action_fraction": sum(turn.valid for turn in turns) / max(len(turns), 1),
+              "turns": len(turns) / len(played),
               "env_errors": sum(t.end == "env_error" for t in played)}
     if any("abstain_turns" in t.info for t in played):
         result |= {key: sum(t.info.get(key, 0) for t in played) for key in ("abstain_turns", "abstained")}
