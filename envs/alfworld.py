@@ -90,9 +90,10 @@ def games(path: Path, split: str) -> dict[str, Path]:
     """Task id -> game file, sorted by id. Reads every file once, for its "solvable": 0.3 s for 400 games."""
     found = {}
     for file in sorted((path / SPLITS[split]).glob("*/*/game.tw-pddl")):
-        kind, _, rest = file.parts[-3].partition("-")
-        if kind in TASK_TYPES and not re.search("movable|Sliced", file.parts[-3]) and b'"solvable": true' in file.read_bytes():
-            found[f"{kind}/{rest}/{file.parts[-2]}"] = file
+        name, trial = file.parts[-3:-1]
+        kind, _, rest = name.partition("-")
+        if kind in TASK_TYPES and not re.search("movable|Sliced", name) and b'"solvable": true' in file.read_bytes():
+            found[f"{kind}/{rest}/{trial}"] = file
     return dict(sorted(found.items()))
 
 
@@ -136,7 +137,8 @@ class ALFWorld(Env):
                 self._env = _idle.pop() if _idle else AlfredDemangler(PddlEnv(infos), shuffle=False)
             self._env.load(game)
             self._state = self._env.reset()
-        self._goal_types = {name.lower() for name in re.findall(r"\(objectType \?\w+ (\w+)\)", problem[problem.find("(:goal"):])}
+        goal = problem.partition("(:goal")[2].lower()
+        self._goal_types = set(re.findall(r"\(objecttype \?\w+ (\w+)\)", goal))
         self._followed, self._done = 0, False
         return self._view(self._state.feedback.replace(GREETING, "")), self._info(valid=True)
 
@@ -178,9 +180,12 @@ class ALFWorld(Env):
         inside, opened = dict(facts.get("inreceptacle", [])), {r for r, in facts.get("opened", [])}
         closed = {r for r, in facts.get("openable", [])} - opened
         carried = [thing for _, thing in facts.get("holds", [])]
-        states = lambda thing: [word for name, word in STATES.items() if (thing,) in facts.get(name, [])]
-        named = lambda thing: f"{thing} ({', '.join(states(thing))})" if states(thing) else thing
-        at = [loc for agent, loc in facts["atlocation"]]
+
+        def named(thing):
+            states = [word for name, word in STATES.items() if (thing,) in facts.get(name, [])]
+            return f"{thing} ({', '.join(states)})" if states else thing
+
+        at = [loc for _, loc in facts["atlocation"]]
         here = sorted(r for r, loc in facts["receptacleatlocation"] if loc in at)
         lines = [f"You are at {' and '.join(here)}." if here else "You are in the middle of the room.",
                  f"You carry {', '.join(map(named, carried)) or 'nothing'}."]

@@ -7,7 +7,7 @@ hub's `lucadiliello/searchqa`, the context cut at 6,000 characters. Reward: exac
 answers for both.
 
     (nothing)            the hub's questions, 400 / 200 / 1400 of them drawn by us
-    ids=DIR              the hub's questions with the ids in DIR/{train,val,test}/items.json: SkillOpt's data/searchqa_id_split
+    ids=DIR              the hub's questions with the ids in DIR/{train,val,test}/items.json (SkillOpt's searchqa_id_split)
     data=FILE            your own: JSON lines of records, a JSON list of them, or {"questions": [...], "passages": [...]}
     data=FILE retrieval=true    several turns: <search>query</search> shows passages of the file, until <answer></answer>
 
@@ -160,10 +160,11 @@ def read_hub(ids: str | None, seed: int) -> list[dict]:
                 items = json.loads((Path(ids).expanduser() / folder / "items.json").read_text(encoding="utf-8"))
                 wanted |= {str(item["id"]): split for item in items}
             except (OSError, ValueError, TypeError, KeyError) as error:
-                raise BadInput(f"searchqa: ids={ids} needs {folder}/items.json, a list of {{\"id\": ...}} ({error!r})") from error
+                raise BadInput(f"searchqa: ids={ids} needs {folder}/items.json, a list of records with an id "
+                               f"({error!r})") from error
         missing = [key for key in wanted if key not in places]
         if missing:
-            raise BadInput(f"searchqa: {len(missing)} of {len(wanted)} ids in {ids} are not in {HUB}, such as {missing[0]!r}")
+            raise BadInput(f"searchqa: {len(missing)} of {len(wanted)} ids in {ids} are not in {HUB}: {missing[0]!r}, ...")
     else:
         drawn = sorted(places, key=lambda key: digest(key, seed))[:2000]
         wanted = dict(zip(drawn, ["train"] * 400 + ["valid"] * 200 + ["test"] * 1400))
@@ -265,7 +266,8 @@ class SearchQA(Env):
         if self._done:
             raise RuntimeError("the episode is over: call reset")
         self._turn += 1
-        tag = last_tag(action, ("search", "answer") if self.retrieval else ("answer",)) if len(action) <= MAX_OUTPUT else None
+        names = ("search", "answer") if self.retrieval else ("answer",)
+        tag = last_tag(action, names) if len(action) <= MAX_OUTPUT else None
         if tag is None and len(action) > MAX_OUTPUT:
             text = f"Invalid: {len(action)} characters are too many."
         elif tag is None:

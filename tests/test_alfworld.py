@@ -17,9 +17,9 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 sys.path[:0] = [str(ROOT)]
-from enrich import EnrichedEnv, Schedule, walk  # noqa: E402
-from envs import BadInput, alfworld, make_env, select_tasks  # noqa: E402
-from envs.alfworld import TASK_TYPES, ALFWorld  # noqa: E402
+from enrich import EnrichedEnv, Schedule, walk
+from envs import BadInput, alfworld, make_env, select_tasks
+from envs.alfworld import TASK_TYPES, ALFWorld
 
 ARCHIVE = Path(os.environ.get("SCAFFOLD_FUNNEL_DATA", ROOT.parent / "shared" / "data")) / "alfworld_games.tar.xz"
 needs_engine = pytest.mark.skipif(
@@ -117,7 +117,8 @@ def test_an_unknown_task_is_one_line(env, task):
 
 
 @needs_engine
-@pytest.mark.parametrize("content", ['{"solvable": true', '{"solvable": true}', '["solvable": true]', '["\\"solvable\\": true"]'])
+@pytest.mark.parametrize("content", ['{"solvable": true', '{"solvable": true}', '["solvable": true]',
+                                     '["\\"solvable\\": true"]'])
 def test_a_damaged_game_is_one_line(tmp_path, content):
     folder = tmp_path / "json_2.1.1" / "train" / "pick_and_place_simple-Apple-None-Bed-1" / "trial_T1"
     folder.mkdir(parents=True)
@@ -210,7 +211,7 @@ def test_same_task_and_seed_same_episode_any_seed_in_any_process(env, data, task
 
 @needs_engine
 def test_interleaved_instances_do_not_disturb_each_other(env, data, tasks):
-    wanted = [tasks["pick_heat_then_place_in_recep"], tasks["pick_heat_then_place_in_recep"], tasks["pick_two_obj_and_place"]]
+    wanted = [tasks[kind] for kind in ("pick_heat_then_place_in_recep",) * 2 + ("pick_two_obj_and_place",)]
     alone = [wander(env, task) for task in wanted]
     several = [make_env("alfworld", {"data": data}) for _ in wanted]
     firsts = [each.reset(task=task, seed=0) for each, task in zip(several, wanted)]
@@ -284,7 +285,7 @@ def test_grounding_once_gives_the_packages_own_game(env, data, tasks):
 
 @needs_engine
 def test_guidance_finds_back_after_a_detour_and_is_silent_where_it_does_not_fit(env, tasks):
-    _, info = env.reset(task=tasks["pick_heat_then_place_in_recep"], seed=0)
+    env.reset(task=tasks["pick_heat_then_place_in_recep"], seed=0)
     path = list(env._walkthrough)
     assert path[0].startswith("go to") and path[1].startswith("take")
     assert env.gold_action() == path[0] and env.action_guidance() == f"Hint: {path[0]}."

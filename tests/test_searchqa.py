@@ -12,23 +12,26 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 
 ROOT = Path(__file__).parent.parent
 sys.path[:0] = [str(ROOT)]
-from enrich import EnrichedEnv, Schedule, walk  # noqa: E402
-from envs import BadInput, make_env, searchqa, select_tasks  # noqa: E402
-from envs.searchqa import SearchQA, exact_match, f1, last_tag, normalise  # noqa: E402
+from enrich import EnrichedEnv, Schedule, walk
+from envs import BadInput, make_env, searchqa, select_tasks
+from envs.searchqa import SearchQA, exact_match, f1, last_tag, normalise
 
 MULTIHOP = Path(os.environ.get("SCAFFOLD_FUNNEL_DATA", ROOT.parent / "shared" / "data")) / "multihop_qa.json"
-needs_multihop = pytest.mark.skipif(not MULTIHOP.exists(), reason="no multihop_qa.json in ../shared/data or $SCAFFOLD_FUNNEL_DATA")
+needs_multihop = pytest.mark.skipif(not MULTIHOP.exists(),
+                                    reason="no multihop_qa.json in ../shared/data or $SCAFFOLD_FUNNEL_DATA")
 needs_search = pytest.mark.skipif(importlib.util.find_spec("bm25s") is None, reason="needs bm25s (pip install bm25s)")
 
 PASSAGES = [{"title": "Iron key", "text": "The iron key opens the red door of the ash house."},
             {"title": "Gold key", "text": "The gold key was lost by Mr Elm in 1912."},
             {"title": "Mr Elm", "text": "Mr Elm lived in the village of Bay, known for its rowan trees."},
             {"title": "Door", "text": "A door is a hinged barrier. Doors have colours."}]
-QUESTIONS = [{"id": "a", "source": "hand", "question": "Where did the man who lost the gold key live?", "answers": ["Bay", "the Bay"],
-              "supporting_titles": ["Gold key", "Mr Elm"], "passages": [0, 1, 2], "split": "train"},
-             {"id": "b", "source": "hand", "question": "Which key opens the red door?", "answers": "the iron key!",
-              "supporting_titles": ["Iron key"], "passages": [3, 0], "split": "val"},
-             {"id": "c", "question": "What is a door?", "answers": ["a hinged barrier"], "context": "Doors. " * 2000, "split": "test"}]
+QUESTIONS = [
+    {"id": "a", "source": "hand", "question": "Where did the man who lost the gold key live?", "answers": ["Bay", "the Bay"],
+     "supporting_titles": ["Gold key", "Mr Elm"], "passages": [0, 1, 2], "split": "train"},
+    {"id": "b", "source": "hand", "question": "Which key opens the red door?", "answers": "the iron key!",
+     "supporting_titles": ["Iron key"], "passages": [3, 0], "split": "val"},
+    {"id": "c", "question": "What is a door?", "answers": ["a hinged barrier"], "split": "test",
+     "context": "Doors. " * 2000}]
 
 
 def write(path, content, lines=False):
@@ -64,7 +67,8 @@ def test_normalisation_is_squads(text, normal):
 
 @pytest.mark.parametrize("answer, golds, em, score", [
     ("the Bay.", ["Bay"], 1, 1), ("bay", ["x", "BAY"], 1, 1), ("Bay area", ["Bay"], 0, 2 / 3), ("", ["Bay"], 0, 0),
-    ("", ["The"], 0, 0), ("a", ["The"], 0, 0), ("b b c", ["b c c"], 0, 2 / 3), ("c d", ["w b c d", "c"], 0, 2 / 3), ("x", ["y"], 0, 0)])
+    ("", ["The"], 0, 0), ("a", ["The"], 0, 0), ("b b c", ["b c c"], 0, 2 / 3),
+    ("c d", ["w b c d", "c"], 0, 2 / 3), ("x", ["y"], 0, 0)])
 def test_exact_match_and_f1_of_hand_made_pairs(answer, golds, em, score):
     assert exact_match(answer, golds) == em and f1(answer, golds) == pytest.approx(score)
 
@@ -78,9 +82,12 @@ def test_the_scores_agree_with_each_other(answer, golds):
 
 
 @pytest.mark.parametrize("text, content", [
-    ("<answer>Bay</answer>", "Bay"), ("so <answer> Bay\n</answer> I think", "Bay"), ("<answer>a</answer><answer>b</answer>", "b"),
-    ("<think><answer>a</answer></think>b", None), ("<think>x</think><answer>b</answer>", "b"), ("Bay", None), ("", None),
-    ("<answer>Bay", None), ("Bay</answer>", None), ("</answer><answer>", None), ("<answer></answer>", ""),
+    ("<answer>Bay</answer>", "Bay"), ("so <answer> Bay\n</answer> I think", "Bay"),
+    ("<answer>a</answer><answer>b</answer>", "b"),
+    ("<think><answer>a</answer></think>b", None), ("<think>x</think><answer>b</answer>", "b"), ("Bay", None),
+    ("", None),
+    ("<answer>Bay", None), ("Bay</answer>", None), ("</answer><answer>", None),
+    ("<answer></answer>", ""),
     ("<answer>a <answer>b</answer>", "b"), ("<ANSWER>Bay</ANSWER>", None)])
 def test_the_last_complete_answer_counts(text, content):
     assert last_tag(text) == (None if content is None else ("answer", content))
@@ -105,7 +112,8 @@ def test_one_answer_ends_it_with_exact_match_as_reward_and_f1_as_score(data):
     env, observation, info = start("hand/a", data=data)
     assert observation.startswith("Context:\nIron key: The iron") and observation.endswith("gold key live?")
     assert env.max_turns == 1 and "<answer>" in env.system_prompt and info == {"success": False, "valid": True, "score": 0.0}
-    assert env.step("He lived there: <answer>the bay</answer>")[1:] == (1.0, True, False, {"success": True, "valid": True, "score": 1.0})
+    won = env.step("He lived there: <answer>the bay</answer>")
+    assert won[1:] == (1.0, True, False, {"success": True, "valid": True, "score": 1.0})
     with pytest.raises(RuntimeError, match="reset"):
         env.step("x")
     env.reset(task="hand/a", seed=0)
@@ -133,7 +141,8 @@ def test_gold_actions_win_and_hints_never_tell_the_answer(data):
 
 
 HOSTILE = ["", " ", "\x00", "\ud800", "<answer>", "</answer>", "<|im_end|>", "{0} {turns} %s", "x" * 300_000, "a " * 100_000,
-           "<answer>\ud800</answer>", "<answer>" + "y" * 100_000 + "</answer>", "<answer>" * 3000, "‮☃\u0000\uffff", "\\u0041\n\r\t\x1b[2J"]
+           "<answer>\ud800</answer>", "<answer>" + "y" * 100_000 + "</answer>", "<answer>" * 3000,
+           "\u202e\u2603\u0000\uffff", "\\u0041\n\r\t\x1b[2J"]
 
 
 def test_hostile_questions_and_outputs_never_crash(tmp_path):
@@ -155,13 +164,15 @@ def test_hostile_questions_and_outputs_never_crash(tmp_path):
 def test_any_output_is_judged(data, output):
     env, *_ = start("hand/a", data=data)
     _, reward, terminated, truncated, info = env.step(output)
-    assert terminated and not truncated and reward == info["success"] == (info["valid"] and normalise(last_tag(output)[1]) == "bay")
+    right = info["valid"] and normalise(last_tag(output)[1]) == "bay"
+    assert terminated and not truncated and reward == info["success"] == right
 
 
 # --- the data ----------------------------------------------------------------------------------------------------
 
 def test_json_and_json_lines_hold_the_same(tmp_path):
-    records = [{"key": f"{n}", "question": f"What is {n}?", "answers": [f"{n}"], "context": f"It is {n}."} for n in range(50)]
+    records = [{"key": f"{n}", "question": f"What is {n}?", "answers": [f"{n}"], "context": f"It is {n}."}
+               for n in range(50)]
     forms = [write(tmp_path / "list.json", records), write(tmp_path / "lines.jsonl", records, lines=True),
              write(tmp_path / "dict.json", {"questions": records})]
     found = [{split: SearchQA.tasks(split, data=form) for split in searchqa.SPLITS} for form in forms]
@@ -197,9 +208,12 @@ def test_named_splits_are_kept(data):
 @pytest.mark.parametrize("content, word", [
     ([{"answers": ["x"]}], "record 0 has no question"), ([QUESTIONS[2], {"question": "q"}], "record 1 has no answers"),
     ([{"question": "q", "answers": [""]}], "answers"), ([{"question": "q", "answers": [3]}], "answers"), ([3], "record 0"),
-    ([{"question": "q", "answers": ["x"], "passages": [0]}], "indices"), ([{"question": "q", "answers": ["x"], "split": "new"}], "new"),
-    ([QUESTIONS[2], QUESTIONS[2]], "searchqa/c.*differ"), ({"questions": QUESTIONS, "passages": [{"text": "x"}]}, "title"),
-    ({"questions": 3}, "no list"), (3, "records"), ([{"question": "q", "answers": ["x"], "supporting_titles": 3}], "titles")])
+    ([{"question": "q", "answers": ["x"], "passages": [0]}], "indices"),
+    ([{"question": "q", "answers": ["x"], "split": "new"}], "new"),
+    ([QUESTIONS[2], QUESTIONS[2]], "searchqa/c.*differ"),
+    ({"questions": QUESTIONS, "passages": [{"text": "x"}]}, "title"),
+    ({"questions": 3}, "no list"), (3, "records"),
+    ([{"question": "q", "answers": ["x"], "supporting_titles": 3}], "titles")])
 def test_bad_data_is_one_line(tmp_path, content, word):
     one_line(word, lambda: SearchQA(data=write(tmp_path / "bad.json", content)))
 
@@ -213,9 +227,10 @@ def test_bad_files_are_one_line(tmp_path):
 
 
 @pytest.mark.parametrize("options, word", [
-    ({"retrieval": "maybe"}, "retrieval"), ({"turns": 0}, "turns"), ({"turns": "many"}, "turns"), ({"top": 0}, "top"), ({"top": 99}, "top"),
-    ({"shares": "1,2"}, "shares"), ({"shares": "a,b,c"}, "shares"), ({"shares": 7}, "shares"), ({"shares": "-1,1,1"}, "shares"),
-    ({"shares": "nan,1,1"}, "shares"), ({"split_seed": "x"}, "split_seed"), ({"ids": "folder"}, "not both"), ({"lamps": 1}, "lamps")])
+    ({"retrieval": "maybe"}, "retrieval"), ({"turns": 0}, "turns"), ({"turns": "many"}, "turns"), ({"top": 0}, "top"),
+    ({"top": 99}, "top"), ({"shares": "1,2"}, "shares"), ({"shares": "a,b,c"}, "shares"), ({"shares": 7}, "shares"),
+    ({"shares": "-1,1,1"}, "shares"), ({"shares": "nan,1,1"}, "shares"), ({"split_seed": "x"}, "split_seed"),
+    ({"ids": "folder"}, "not both"), ({"lamps": 1}, "lamps")])
 def test_bad_options_are_one_line(data, options, word):
     one_line(word, lambda: make_env("searchqa", {"data": data, **options}))
 
@@ -374,8 +389,8 @@ def test_same_task_same_episode_and_instances_do_not_disturb_each_other(data):
 @needs_search
 @pytest.mark.parametrize("options", [{}, {"retrieval": True}])
 def test_hints_change_nothing(data, options):
-    plain, hinted = make_env("searchqa", {"data": data, **options}), EnrichedEnv(make_env("searchqa", {"data": data, **options}),
-                                                                                 Schedule("both"))
+    plain = make_env("searchqa", {"data": data, **options})
+    hinted = EnrichedEnv(make_env("searchqa", {"data": data, **options}), Schedule("both"))
     hinted.schedule.check(plain, ["hand/a"], 6) if options else Schedule("ag-always").check(plain, ["hand/a"], 1)
     gold = [action for *_, action in walk(plain, "hand/a") if action]
     for actions in (gold, ["nonsense"] * plain.max_turns, ["<search>door</search>"] + gold[-1:]):
