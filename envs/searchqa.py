@@ -212,10 +212,9 @@ def search(data, query: str, top: int) -> list[int]:
     """The `top` best passages that share a word with the query, best first; ties in the file's order."""
     import bm25s
     words = bm25s.tokenize([clean(query, 1000)], return_ids=False, show_progress=False)[0]
-    known = [word for word in words if word in index(data).vocab_dict]
-    if not known:
+    if not words:
         return []
-    scores = index(data).get_scores(known)
+    scores = index(data).get_scores(words)      # words of no passage count nothing
     return [int(n) for n in (-scores).argsort(kind="stable")[:top] if scores[n] > 0]
 
 
