@@ -17,7 +17,7 @@ Deviations, all ours
  2. Letter case does not matter: the engine's names are all lower case. The engine's greeting line is left out.
  3. Hints are ours, the benchmark has none. Guidance: the walkthrough that is stored with the game. Enrichment: facts of
     the engine's state. Neither is read anywhere else, and a game without a walkthrough has no guidance.
- 4. The package grounds a game's PDDL four times for one start, 0.3-0.6 s each: twice over, for play and for a planner that
+ 4. The package grounds a game's PDDL four times for one start, about 0.4 s each: twice over, for play and for a planner that
     is not used here. Once is enough, and it is kept for the process (the last GROUNDED games). What is kept is text
     and operators that are only read; each instance has its own copy of the engine's state.
 An episode is a function of (task, actions): the engine draws nothing at random.
@@ -38,7 +38,7 @@ TASK_TYPES = ("pick_and_place_simple", "look_at_obj_in_light", "pick_clean_then_
               "pick_heat_then_place_in_recep", "pick_cool_then_place_in_recep", "pick_two_obj_and_place")
 GREETING = "-= Welcome to TextWorld, ALFRED! =-"
 STATES = {"isclean": "clean", "ishot": "hot", "iscool": "cool", "istoggled": "on"}     # a fact's name -> how we say it
-GROUNDED = 32   # games whose grounding is kept: 10 MB each
+GROUNDED = 32   # games whose grounding is kept: about 5 MB each
 
 PROMPT = """You are in a house, and you have a task to carry out there. Each turn, answer with one command: alone on one \
 line, or inside <action></action>."""
