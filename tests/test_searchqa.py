@@ -315,7 +315,8 @@ def test_search_then_answer(data):
 @needs_search
 def test_only_passages_that_share_a_word_are_shown_best_first(data):
     env, *_ = start("hand/a", data=data, retrieval=True)
-    assert env.step("<search>Hinged zzz!</search>")[0] == "[Door] A door is a hinged barrier. Doors have colours.\nTurns left: 5."
+    text = env.step("<search>Hinged zzz!</search>")[0]
+    assert text == "[Door] A door is a hinged barrier. Doors have colours.\nTurns left: 5."
     lines = env.step("<search>iron key</search>")[0].splitlines()
     assert [line.split("]")[0] for line in lines] == ["[Iron key", "[Gold key", "Turns left: 4."]
 
