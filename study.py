@@ -3,10 +3,12 @@
     python enrich.py --study --quick                 # a few arms, short runs, about five minutes
     python enrich.py --study --jobs 2                # every strategy and control of enrich.py on the built-in game
     python enrich.py --study --arms none hybrid ag-always+stripped+positive --seeds 3 --env sciworld --name mine
+    python distill.py --study --jobs 2               # the loop of arXiv 2609.08919 against its halves and its controls
     python study.py results/keydoor-enrich hybrid    # its table again, with differences to another arm
 
-An arm is a strategy of enrich.py, with modifiers behind plus signs (MODIFIERS); "supervised" is no reinforcement at all,
-but supervised training on known solutions, tasks-per-step × group rows in each of as many steps. Every run is a process of
+An arm is a strategy of enrich.py, with modifiers behind plus signs (MODIFIERS; key=value is an option of the environment);
+"supervised" is no reinforcement at all, but supervised training on known solutions, tasks-per-step × group rows in each of
+as many steps. For distill.py an arm is one of DISTILL_ARMS. Every run is a process of
 its own, in runs/<name>/<arm>__<seed>/. A run that is finished is not done again, so a study that was stopped goes on where
 it was.
 
@@ -240,17 +242,39 @@ def enrichment(argv):
 
     def options_of(arm):
         strategy, *modifiers = arm.split("+")
+        settings = [m for m in modifiers if "=" in m]
+        modifiers = [m for m in modifiers if m not in settings]
         if arm == "supervised" and not config.warm_start:
             return ["--steps", "0", "--warm-start", "gold", "--warm-start-steps", str(config.steps), "--warm-start-lr",
                     str(config.lr), "--warm-start-batch", str(config.tasks_per_step * config.group)]
         if strategy not in STRATEGIES or not set(modifiers) <= set(MODIFIERS):
             raise BadInput(f"unknown arm {arm!r}: a strategy ({', '.join(STRATEGIES)}), with modifiers as in {strategy}+mixed "
-                           f"({', '.join(MODIFIERS)}), or, without --warm-start, supervised")
+                           f"({', '.join(MODIFIERS)}, or an environment's key=value), or, without --warm-start, supervised")
         schedule_of(dataclasses.replace(config, enrich=strategy))  # raises BadInput
-        return [*(["--enrich", strategy] if strategy != "none" else []), *(word for m in modifiers for word in MODIFIERS[m])]
+        keep = [o for o in config.env_options if o.partition("=")[0] not in [m.partition("=")[0] for m in settings]]
+        return [*(["--enrich", strategy] if strategy != "none" else []), *(word for m in modifiers for word in MODIFIERS[m]),
+                *(["--env-options", *keep, *settings] if settings else [])]
 
     arms = {arm: [*words, *options_of(arm)] for arm in args.arms}
     study(args, f"{args.algorithm}.py", arms, {"env": config.env, "algorithm": args.algorithm, "steps": config.steps})
+
+
+DISTILL_ARMS = {
+    "full": [], "new": ["--select", "new"], "persistent": ["--select", "persistent"], "all": ["--select", "all"],
+    "random": ["--select", "random"], "uniform": ["--token-weights", "uniform"], "blind-teacher": ["--no-teacher-state"],
+    "no-teacher": ["--teacher", "none"], "no-rl": ["--rl-weight", "0"], "state-only": ["--mode", "state-only"],
+    "policy-only": ["--mode", "policy-only"]}
+
+
+def distillation(argv):
+    """The study of `distill.py`: the full loop against selections, token weights, teachers and halves of it."""
+    args, words = parse_study(argv, list(DISTILL_ARMS))
+    if unknown := [arm for arm in args.arms if arm not in DISTILL_ARMS]:
+        raise BadInput(f"unknown arm {unknown[0]!r}: choose from {', '.join(DISTILL_ARMS)}")
+    if args.quick:
+        args.arms, args.seeds, words = ["full", "random", "policy-only"], min(args.seeds, 2), [*words, "--rounds", "2"]
+    args.name = args.name or "distill" + ("-quick" if args.quick else "")
+    study(args, "distill.py", {arm: [*words, *DISTILL_ARMS[arm]] for arm in args.arms}, {})
 
 
 def main(argv=None):

@@ -106,6 +106,23 @@ def test_a_run_that_fails_is_named_and_the_rest_is_kept(fake):
     assert calls(fake) == ["none__0", "hybrid__0", "hybrid__0"]
 
 
+def test_an_arm_may_set_an_option_of_the_environment(fake):
+    study.enrichment(["--arms", "none", "ag-early+mixed+commands=3", "--seeds", "1"])
+    arms = json.loads((fake / "results" / "keydoor-grpo-enrich" / "study.json").read_text())["arms"]
+    assert arms["ag-early+mixed+commands=3"]["options"][-6:] == ["--enrich", "ag-early", "--enrich-mixed", "--env-options",
+                                                                 "stages=6", "commands=3"]
+    assert arms["none"]["options"] == ["--env-options", "stages=6", "commands=4", "--enrich-late", "4,8"]
+
+
+def test_the_study_of_distillation(fake):
+    fake.joinpath("code", "distill.py").write_text(FAKE_PROGRAM)
+    study.distillation(["--arms", "full", "random", "--seeds", "2", "--rounds", "3"])
+    got = json.loads((fake / "results" / "distill" / "study.json").read_text())
+    assert got["program"] == "distill.py" and got["arms"]["random"]["options"] == ["--rounds", "3", "--select", "random"]
+    with pytest.raises(BadInput, match="unknown arm 'both'"):
+        study.distillation(["--arms", "full", "both"])
+
+
 def test_supervised_has_as_many_steps(fake):
     study.enrichment(["--arms", "none", "supervised", "--seeds", "1", "--steps", "7", "--tasks-per-step", "3", "--group", "5"])
     options = json.loads((fake / "results" / "keydoor-grpo-enrich" / "study.json").read_text())["arms"]["supervised"]["options"]
