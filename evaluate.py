@@ -36,8 +36,10 @@ def evaluate(act, chat, envs, tasks, *, samples: int = 1, **limits) -> dict:
     """Play each task `samples` times; episode n of the list has seed n, whatever was played before.
 
     An episode whose environment broke counts as no success. The interval treats episodes as independent: with
-    samples > 1 they are not quite, and it is too narrow. Returns success, interval, episodes, score (mean of
-    the benchmark's own score, 0 to 100 on ScienceWorld, else of the return), valid_action_fraction, turns, env_errors, and pass@k for samples > 1.
+    samples > 1 they are not quite, and it is too narrow. Returns success, interval, episodes, clean_success (success
+    without an invalid action before it), score (mean of the benchmark's own score, 0 to 100 on ScienceWorld, else of the
+    return), valid_action_fraction, turns, env_errors; abstain_turns and abstained, summed, where the benchmark asks what
+    cannot be done; success_by_name where the tasks have several names; and pass@k for samples > 1.
     """
     from rollout import Request, refuse_if_nothing_fits, rollout
 
@@ -47,10 +49,17 @@ def evaluate(act, chat, envs, tasks, *, samples: int = 1, **limits) -> dict:
     successes = sum(t.success for t in played)
     turns = [turn for t in played for turn in t.turns]
     scores = [t.reward if t.info.get("score") is None else t.info["score"] for t in played if t.end != "env_error"]
+    clean = sum(t.success and all(turn.valid for turn in t.turns) for t in played)
     result = {"success": successes / len(played), "interval": wilson(successes, len(played)), "episodes": len(played),
-              "score": sum(scores) / max(len(scores), 1), "valid_action_fraction": sum(turn.valid for turn in turns) /
+              "clean_success": clean / len(played), "score": sum(scores) / max(len(scores), 1), "valid_action_fraction": sum(turn.valid for turn in turns) /
               max(len(turns), 1), "turns": len(turns) / len(played),
               "env_errors": sum(t.end == "env_error" for t in played)}
+    if any("abstain_turns" in t.info for t in played):
+        result |= {key: sum(t.info.get(key, 0) for t in played) for key in ("abstain_turns", "abstained")}
+    names = [t.task.split("/")[0] for t in played]
+    if len(set(names)) > 1:
+        result["success_by_name"] = {name: sum(t.success for t, own in zip(played, names) if own == name) / names.count(name)
+                                     for name in sorted(set(names))}
     if samples > 1:
         correct = [sum(t.success for t in played[n:n + samples]) for n in range(0, len(played), samples)]
         result["pass@k"] = {k: sum(pass_at_k(samples, c, k) for c in correct) / len(correct)
@@ -108,7 +117,7 @@ def evaluate_config(config, run):
     import torch
 
     from envs import BadInput, make_env, parse_options
-    from rollout import sampler
+    from sampling import sampler
     from train import load_policy, tasks_of
 
     if config.samples < 1:

@@ -208,7 +208,8 @@ def main(argv=None):
     import envs
     from envs import make_env, parse_options, select_tasks
     from model import load_model
-    from rollout import Chat, Request, rollout, sampler
+    from rollout import Chat, Request, rollout
+    from sampling import sampler
 
     parser = argparse.ArgumentParser(description="Build the built-in model of an environment.")
     parser.add_argument("--env", default="keydoor")

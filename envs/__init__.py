@@ -34,7 +34,9 @@ class Env:
         """Act with the policy's raw text of this turn. Returns (observation, reward, terminated, truncated, info).
 
         `info` holds `success: bool`, `valid: bool` and, where the benchmark has them, `admissible: list[str]`;
-        a benchmark with a graded score adds `score: float`. The return of an episode is the sum of its rewards.
+        a benchmark with a graded score adds `score: float`; one that asks for what cannot be done adds `abstain_turns`,
+        how often it has done so, and `abstained`, how often the policy rightly did nothing or said so. The return of an
+        episode is the sum of its rewards.
         """
         raise NotImplementedError
 
