@@ -6,10 +6,10 @@ another environment it is made on first use and cached in ~/.cache/scaffold-funn
 name that depends on everything it is made from; the same seed gives the same model.
 
     python tiny.py --env keydoor --out made-anew --seed 0
-    python tiny.py --env sciworld --env-options admissible=none --tasks find-animal --history window:2 --out DIR
+    python tiny.py --env sciworld --env-options admissible=none --tasks lifespan-longest-lived --max-turns 8 --out DIR
 
-Where listing the admissible actions is what costs (ScienceWorld: 50-100 ms), a few hundred episodes are played, and each
-of their turns serves for many rows: with other actions drawn from its list, named by a hint or not (`drill`).
+Where play is slow and its actions are easy to foresee (ScienceWorld: 65 ms to list the admissible ones), a model
+remembers sooner than it copies. There it first learns to copy random words, which nothing else foretells (`LESSONS`).
 """
 import hashlib
 import inspect
@@ -29,10 +29,13 @@ RECIPE = {"episodes": 10_000, "steps": 1800, "batch": 12, "lr": 3e-3}
 # The game's play: short and long, few and many commands, every house; wrong commands do not end it.
 KEYDOOR = [{"stages": stages, "commands": commands, "families": 8, "colours": 8, "practice": True}
            for stages, commands in ((6, 3), (6, 4), (6, 5), (4, 6), (4, 8))]
-# Where the environment does not list the admissible actions by itself: `copies` named actions a turn, and first 1200 steps
-# on the last 72 ids of the rows, which hold the hint: copying comes at a tenth of the cost it has on whole prompts.
-DRILL = {"episodes": 280, "copies": 4, "lr": 2e-3, "stages": [{"steps": 1200, "batch": 16, "last": 72},
-                                                              {"steps": 400, "batch": 8, "last": 0}]}
+SLOW = {"episodes": 200, "texts": 40}  # where `info` does not list the admissible actions
+# Rows of random words (`copy_row`): plain repetition, then the first action of a hint, then the same in longer rows, then
+# these mixed half and half with play.
+LESSONS = [{"hints": 0, "noise": 0, "steps": 220, "batch": 32, "lr": 3e-3},
+           {"hints": 2, "noise": 25, "steps": 120, "batch": 16, "lr": 2e-3},
+           {"hints": 4, "noise": 80, "steps": 70, "batch": 8, "lr": 2e-3},
+           {"hints": 4, "noise": 80, "steps": 160, "batch": 8, "lr": 1e-3}]
 SHIPPED = Path(__file__).parent / "tiny-keydoor"
 
 
@@ -70,60 +73,27 @@ def texts_of(env, tasks, seed):
     return texts
 
 
-def plays_of(env_name, options):
-    """The sets of options to play under: keydoor's own, on ScienceWorld both wordings of guidance, else those given."""
-    if env_name == "keydoor" and not options:
-        return KEYDOOR
-    return [{**options, "guidance": way} for way in ("next", "first-three")] if env_name == "sciworld" else [options]
+def copy_row(env, chat, words, rng, hints, noise):
+    """A row whose answers are random words, so that only copying foretells them.
 
+    hints=0: the user says 8-14 different words and the assistant repeats them: many tokens learn from a short row, and
+    copying comes within 200 steps. Else that many turns of 0 to `noise` words and a hint that names 1-3 actions of 2-6
+    words; the assistant answers the first. A row draws from 6 words, 20 or all: actions repeat words (baby baby mouse).
+    """
+    from rollout import add_turn
 
-def random_episode(env, task, seed, max_turns):
-    """(trajectory without rows, for each turn the admissible actions) of random admissible play."""
-    from rollout import Trajectory, Turn
+    def some(least, most):
+        return " ".join(rng.choices(pool, k=rng.randint(least, most)))
 
-    rng, listings = random.Random(f"play {task} {seed}"), []
-    observation, _ = env.reset(task=task, seed=seed)
-    trajectory = Trajectory(task, 0, seed, False, env.system_prompt, env.tools, observation)
-    for _ in range(max_turns):
-        listings.append(env.admissible_actions())
-        action = rng.choice(listings[-1])
-        observation, reward, terminated, truncated, info = env.step(action)
-        trajectory.turns.append(Turn([], [], action, observation, reward, info["valid"], "end"))
-        if terminated or truncated:
-            break
-    return trajectory, listings
-
-
-def drill(env, chat, trajectory, listings, copies, history):
-    """Rows: at every turn, actions drawn from its list, each after hints that name it, and the played one after none.
-
-    The hints are those of an episode that has the played actions, then the drawn one and two more as its known path."""
-    from dataclasses import replace
-
-    from rollout import Row, messages_of
-
-    rng, rows, actions = random.Random(f"drill {trajectory.task} {trajectory.seed}"), [], []
-    end_id = chat.tokenizer.eos_token_id
-
-    def row(named, action):
-        def said(text, turn):
-            return f"{text}\n{env.phrase(named[turn])}" if turn < len(named) and named[turn] else text
-
-        so_far = replace(trajectory, first_observation=said(trajectory.first_observation, 0), turns=[
-            replace(turn, action_ids=[*chat.text_ids(turn.action), end_id], observation=said(turn.observation, number))
-            for number, turn in enumerate(trajectory.turns[:len(actions)], 1)])
-        prompt, ids = chat.prompt(messages_of(so_far, chat, history), so_far.tools), [*chat.text_ids(action), end_id]
-        return Row(prompt + ids, [0] * len(prompt) + [1] * len(ids))
-
-    for turn, listed in zip(trajectory.turns, listings):
-        rows.append(row([], turn.action))
-        for _ in range(copies):
-            path = [*actions, *rng.choices(listed, k=3)]
-            drawn, named = path[len(actions)], [env.named(path, done) for done in range(len(actions) + 1)]
-            if drawn in named[-1]:
-                rows.append(row(named, drawn))
-        actions.append(turn.action)
-    return rows
+    pool, rows = rng.sample(words, min(len(words), rng.choice((6, 20, len(words))))), []
+    messages = [("system", env.system_prompt)] if hints and env.system_prompt else []
+    for _ in range(max(hints, 1)):
+        named = [some(2, 6) for _ in range(rng.randint(1, 3))] if hints else [" ".join(rng.sample(words, rng.randint(8, 14)))]
+        messages.append(("user", f"{some(0, noise)}\n{env.phrase(named)}" if hints else named[0]))
+        action_ids = chat.text_ids(named[0])
+        add_turn(rows, chat.prompt(messages), [*action_ids, chat.tokenizer.eos_token_id])
+        messages.append(("assistant", action_ids))
+    return rows[0]
 
 
 def tiny(env_name="keydoor", options=None, only=(), seed=0):
@@ -136,60 +106,55 @@ def tiny(env_name="keydoor", options=None, only=(), seed=0):
     import learner
     import rollout
     import warmstart
-    code = [inspect.getsource(part) for part in (warmstart, learner, rollout.Chat, envs.env_class(env_name), drill)]
-    made_of = json.dumps([env_name, options or {}, sorted(only), seed, RECIPE, DRILL, SHAPE, CHAT_TEMPLATE,
+    code = [inspect.getsource(part) for part in (warmstart, learner, rollout.Chat, envs.env_class(env_name), copy_row)]
+    made_of = json.dumps([env_name, options or {}, sorted(only), seed, RECIPE, SLOW, LESSONS, SHAPE, CHAT_TEMPLATE,
                           torch.__version__, code])
     cache = Path(os.environ.get("SCAFFOLD_FUNNEL_CACHE", Path.home() / ".cache" / "scaffold-funnel"))
     name = re.sub(r"\W+", "-", env_name)
     folder = cache / f"tiny-{name}-{seed}-{hashlib.sha256(made_of.encode()).hexdigest()[:12]}"
     if not (folder / "config.json").exists():
-        build(folder, env_name, plays_of(env_name, options or {}), list(only), seed)
+        build(folder, env_name, [options or {}], list(only), seed)
     return str(folder)
 
 
-def build(folder, env_name, plays, only=(), seed=0, history="full", max_turns=0):
-    """Make the model from play under each set of environment options in `plays`, and save it."""
+def build(folder, env_name, plays, only=(), seed=0, max_turns=0):
+    """Make the model from play under each set of environment options in `plays`, and save it. max_turns: of an episode
+    of play (0: the environment's own limit)."""
     import torch
     from tqdm import tqdm
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     from envs import make_env, select_tasks
-    from rollout import Chat, Row
+    from rollout import Chat
     from warmstart import play, supervise
 
     rng = random.Random(f"tiny {seed}")
     envs = [make_env(env_name, options) for options in plays]
     tasks_of = [select_tasks(env_name, "train", only, options) for options in plays]
-    slow = "admissible" not in envs[0].reset(task=tasks_of[0][0], seed=0)[1] and envs[0].admissible_actions()
-    recipe = DRILL if slow else RECIPE
-    drawn = [rng.choices(tasks, k=recipe["episodes"] // len(plays)) for tasks in tasks_of]
+    slow = "admissible" not in envs[0].reset(task=tasks_of[0][0], seed=0)[1]
+    episodes, texts = (SLOW["episodes"], SLOW["texts"]) if slow else (RECIPE["episodes"], 300)
+    drawn = [rng.choices(tasks, k=episodes // len(plays)) for tasks in tasks_of]
+    tokenizer = word_tokenizer([text for env, tasks in zip(envs, drawn) for text in texts_of(env, tasks[:texts], seed)])
+    chat = Chat(tokenizer)
+    rows = [row for n, (env, tasks) in enumerate(zip(envs, drawn))
+            for trajectory in play(lambda: env, chat, tasks, "random", seed=10_000 * seed + n,
+                                   max_turns=max_turns or env.max_turns)
+            for row in trajectory.rows]
+    stages = [(RECIPE, rows)]
     if slow:
-        played = [random_episode(env, task, 10_000 * seed + n, max_turns or env.max_turns)
-                  for env, tasks in zip(envs, drawn) for n, task in enumerate(tqdm(tasks, desc="play", disable=None))]
-        tokenizer = word_tokenizer([text for env, tasks in zip(envs, drawn) for text in texts_of(env, tasks[:8], seed)] +
-                                   [text for trajectory, listings in played for text in (
-                                       trajectory.first_observation, *(turn.observation for turn in trajectory.turns),
-                                       *(action for listed in listings for action in listed))])
-        chat = Chat(tokenizer)
-        rows = [row for n, (trajectory, listings) in enumerate(played)
-                for row in drill(envs[n // len(drawn[0])], chat, trajectory, listings, recipe["copies"], history)]
-    else:
-        tokenizer = word_tokenizer([text for env, tasks in zip(envs, drawn) for text in texts_of(env, tasks[:300], seed)])
-        chat = Chat(tokenizer)
-        rows = [row for n, (env, tasks) in enumerate(zip(envs, drawn))
-                for trajectory in play(lambda: env, chat, tasks, "random", seed=10_000 * seed + n,
-                                       max_turns=max_turns or env.max_turns, history=history)
-                for row in trajectory.rows]
+        words = sorted(word for word in tokenizer.get_vocab() if re.fullmatch(r"[\w'-]+", word))
+        stages = [(lesson, [copy_row(envs[0], chat, words, rng, lesson["hints"], lesson["noise"])
+                            for _ in range(lesson["steps"] * lesson["batch"])]) for lesson in LESSONS]
+        lesson, copying = stages[-1]
+        stages[-1] = (lesson, rows + copying[:len(rows)])
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model = Qwen3ForCausalLM(Qwen3Config(vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id,
                                              pad_token_id=tokenizer.pad_token_id, bos_token_id=None, **SHAPE))
-    stages = recipe.get("stages") or [{"steps": recipe["steps"], "batch": recipe["batch"], "last": 0}]
-    with tqdm(total=sum(stage["steps"] for stage in stages), desc=f"warm start of tiny for {env_name}, once", disable=None,
-              leave=False) as bar:
-        for stage in stages:
-            cut = [Row(row.ids[-stage["last"]:], row.mask[-stage["last"]:]) for row in rows]  # [-0:] is all of it
-            supervise(model, cut, chat.pad_id, steps=stage["steps"], batch=stage["batch"], lr=recipe["lr"], seed=seed,
+    with tqdm(total=sum(lesson["steps"] for lesson, _ in stages), desc=f"warm start of tiny for {env_name}, once",
+              disable=None, leave=False) as bar:
+        for lesson, rows in stages:
+            supervise(model, rows, chat.pad_id, steps=lesson["steps"], batch=lesson["batch"], lr=lesson["lr"], seed=seed,
                       progress=lambda step, loss: (bar.update(), bar.set_postfix(loss=f"{loss:.2f}")))
     beside = Path(f"{folder}.{os.getpid()}")
     model.half().save_pretrained(beside)
@@ -216,7 +181,6 @@ def main(argv=None):
     parser.add_argument("--env-options", nargs="*", default=[])
     parser.add_argument("--tasks", nargs="*", default=[])
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--history", default="full", help="the form of the prompts, as in training")
     parser.add_argument("--max-turns", type=int, default=0, help="turns per episode (0: the environment's own limit)")
     parser.add_argument("--out", default="", help="make it anew, into this folder")
     args = parser.parse_args(argv)
@@ -224,17 +188,15 @@ def main(argv=None):
     tasks = select_tasks(args.env, "train", args.tasks, options)
     if args.out and os.path.exists(args.out):
         raise envs.BadInput(f"{args.out} exists: move it away, or choose another --out")
-    if not args.out and (args.history != "full" or args.max_turns):
-        raise envs.BadInput("--history and --max-turns need --out DIR: pass that folder to --model")
-    shape = {"history": args.history, "max_turns": args.max_turns}
     if args.out:
-        build(args.out, args.env, plays_of(args.env, options), args.tasks, args.seed, **shape)
+        build(args.out, args.env, KEYDOOR if args.env == "keydoor" and not options else [options], args.tasks, args.seed,
+              args.max_turns)
     folder = args.out or tiny(args.env, options, args.tasks, args.seed)
     model, tokenizer = load_model(folder)
     chat, players = Chat(tokenizer), [make_env(args.env, options) for _ in range(32)]
     torch.manual_seed(args.seed)
     played = rollout(sampler(model, chat), chat, players, [Request(task) for task in tasks[:256]],
-                     max_turns=args.max_turns or players[0].max_turns, history=args.history)
+                     max_turns=args.max_turns or players[0].max_turns)
     turns = [turn for trajectory in played for turn in trajectory.turns]
     print(f"{folder}\n{model.num_parameters():,} parameters, {len(tokenizer)} words, "
           f"{sum(turn.valid for turn in turns) / len(turns):.0%} of its actions are valid, "

@@ -52,10 +52,6 @@ class Env:
         """How this environment words a hint that names actions; warm starts teach a tiny model to follow it."""
         return "Hint: " + ", then ".join(actions) + "."
 
-    def named(self, path: list[str], done: int) -> list[str]:
-        """The actions of a path that a hint names after `done` of them: warm starts name those of a scripted one so."""
-        return path[done:done + 1]
-
     def gold_action(self) -> str | None:
         """The next action of a known solution, or None: for `--warm-start gold` and for tests."""
         return None

@@ -267,11 +267,8 @@ class SciWorld(Env):
         """A caution and three gold actions: the first three of the path ("first-three"), or those that follow what
         was done of it so far ("next"). None without a gold path, or with nothing left to say."""
         path = self._gold_path()
-        actions = self.named(path, self._gold_steps_done(path))
+        actions = path[:3] if self.guidance == "first-three" else path[self._gold_steps_done(path):][:3]
         return self.phrase(actions) if actions else None
-
-    def named(self, path, done):
-        return path[:3] if self.guidance == "first-three" else path[done:done + 3]
 
     def phrase(self, actions):
         lead = "A way that works begins" if self.guidance == "first-three" else "A way that works goes on"
