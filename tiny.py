@@ -88,8 +88,12 @@ def copy_row(env, chat, words, rng, hints, noise):
     pool, rows = rng.sample(words, min(len(words), rng.choice((6, 20, len(words))))), []
     messages = [("system", env.system_prompt)] if hints and env.system_prompt else []
     for _ in range(max(hints, 1)):
-        named = [some(2, 6) for _ in range(rng.randint(1, 3))] if hints else [" ".join(rng.sample(words, rng.randint(8, 14)))]
-        messages.append(("user", f"{some(0, noise)}\n{env.phrase(named)}" if hints else named[0]))
+        if hints:
+            named = [some(2, 6) for _ in range(rng.randint(1, 3))]
+            messages.append(("user", f"{some(0, noise)}\n{env.phrase(named)}"))
+        else:
+            named = [" ".join(rng.sample(words, rng.randint(8, 14)))]
+            messages.append(("user", named[0]))
         action_ids = chat.text_ids(named[0])
         add_turn(rows, chat.prompt(messages), [*action_ids, chat.tokenizer.eos_token_id])
         messages.append(("assistant", action_ids))
