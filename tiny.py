@@ -29,7 +29,7 @@ RECIPE = {"episodes": 10_000, "steps": 1800, "batch": 12, "lr": 3e-3}
 # The game's play: short and long, few and many commands, every house; wrong commands do not end it.
 KEYDOOR = [{"stages": stages, "commands": commands, "families": 8, "colours": 8, "practice": True}
            for stages, commands in ((6, 3), (6, 4), (6, 5), (4, 6), (4, 8))]
-SLOW = {"episodes": 200, "texts": 40}  # where `info` does not list the admissible actions
+SLOW = {"episodes": 160, "texts": 40}  # where `info` does not list the admissible actions
 # Rows of random words (`copy_row`): plain repetition, then the first action of a hint, then the same in longer rows, then
 # these mixed half and half with play.
 LESSONS = [{"hints": 0, "noise": 0, "steps": 220, "batch": 32, "lr": 3e-3},
@@ -73,6 +73,17 @@ def texts_of(env, tasks, seed):
     return texts
 
 
+def one_of_each_verb(env, seed):
+    """From here on `env` lists one admissible action for each verb: on ScienceWorld most of hundreds are "move X to Y"."""
+    listed, rng = env.admissible_actions, random.Random(f"verbs {seed}")
+
+    def admissible_actions():
+        actions = listed()
+        return list({action.split()[0]: action for action in rng.sample(actions, len(actions))}.values())
+
+    env.admissible_actions = admissible_actions
+
+
 def copy_row(env, chat, words, rng, hints, noise):
     """A row whose answers are random words, so that only copying foretells them.
 
@@ -110,7 +121,8 @@ def tiny(env_name="keydoor", options=None, only=(), seed=0):
     import learner
     import rollout
     import warmstart
-    code = [inspect.getsource(part) for part in (warmstart, learner, rollout.Chat, envs.env_class(env_name), copy_row)]
+    code = [inspect.getsource(part) for part in (warmstart, learner, rollout.Chat, envs.env_class(env_name),
+                                             one_of_each_verb, copy_row)]
     made_of = json.dumps([env_name, options or {}, sorted(only), seed, RECIPE, SLOW, LESSONS, SHAPE, CHAT_TEMPLATE,
                           torch.__version__, code])
     cache = Path(os.environ.get("SCAFFOLD_FUNNEL_CACHE", Path.home() / ".cache" / "scaffold-funnel"))
@@ -140,6 +152,8 @@ def build(folder, env_name, plays, only=(), seed=0, max_turns=0):
     drawn = [rng.choices(tasks, k=episodes // len(plays)) for tasks in tasks_of]
     tokenizer = word_tokenizer([text for env, tasks in zip(envs, drawn) for text in texts_of(env, tasks[:texts], seed)])
     chat = Chat(tokenizer)
+    for env in envs if slow else []:
+        one_of_each_verb(env, seed)
     rows = [row for n, (env, tasks) in enumerate(zip(envs, drawn))
             for trajectory in play(lambda: env, chat, tasks, "random", seed=10_000 * seed + n,
                                    max_turns=max_turns or env.max_turns)
