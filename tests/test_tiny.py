@@ -73,12 +73,12 @@ def test_a_build_where_actions_are_not_listed(tmp_path, quick, monkeypatch):
     monkeypatch.setattr("warmstart.supervise", lambda model, rows, pad, **how: (
         seen.append((rows, how)), supervise(model, rows, pad, **how)))
     for name in ("a", "b"):
-        tiny.build(tmp_path / name, f"{__name__}:Unlisted", [{}], seed=1, max_turns=2)
+        tiny.build(tmp_path / name, f"{__name__}:Unlisted", [{"practice": True}], seed=1, max_turns=2)
     weights = [load_model(str(tmp_path / name))[0].state_dict() for name in ("a", "b")]
     assert all(weights[0][key].equal(weights[1][key]) for key in weights[0])    # the same seed, the same model
-    assert [(how["steps"], how["batch"]) for _, how in seen[:3]] == [(3, 4)] * 3
+    assert [(how["steps"], how["batch"]) for _, how in seen[:4]] == [(3, 4)] * 4
     chat = Chat(load_model(str(tmp_path / "a"))[1])
-    last = [chat.tokenizer.decode(row.ids) for row in seen[2][0]]
+    last = [chat.tokenizer.decode(row.ids) for row in seen[3][0]]
     play = [text for text in last if "you are in the" in text and "commands :" in text]
     assert len(last) == 2 * len(play) == 16        # half play, half copying
     assert all(text.count("assistant") == 2 for text in play)      # whole episodes of max_turns
@@ -100,3 +100,14 @@ def test_another_lesson_is_another_model(tmp_path, quick, monkeypatch):
     monkeypatch.setattr(tiny, "LESSONS", tiny.LESSONS[:2])
     tiny.tiny("envs.keydoor:KeyDoor")
     assert made[0] == made[1] != made[2]
+
+
+def test_one_action_of_each_verb_is_listed():
+    env = Unlisted(commands=10)
+    env.reset(task=Unlisted.tasks("train")[0], seed=0)
+    everything = env.admissible_actions()
+    tiny.one_of_each_verb(env, 0)
+    drawn = [env.admissible_actions() for _ in range(50)]
+    verbs = {action.split()[0] for action in everything}
+    assert all(sorted(action.split()[0] for action in actions) == sorted(verbs) for actions in drawn)
+    assert {action for actions in drawn for action in actions} == set(everything) and len(verbs) < len(everything)
