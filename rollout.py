@@ -41,6 +41,7 @@ class Turn:
     valid: bool
     stop: str  # "end": an end token was sampled; "length": the token limit came first
     hint: str | None = None  # what enrichment appended to the observation that this turn answers
+    tool_results: list[str] | None = None  # what the called functions returned, where the observation begins with that
 
 
 @dataclass
@@ -165,7 +166,7 @@ def messages_of(trajectory, chat, history):
     if history == "full":
         messages.append(("user", trajectory.first_observation))
         for turn in turns:
-            messages += [("assistant", chat.history_ids(turn.action_ids)), ("user", turn.observation)]
+            messages += [("assistant", chat.history_ids(turn.action_ids)), *answers_of(turn)]
         return messages
     window = int(history.partition(":")[2])
     text = [trajectory.first_observation]
@@ -174,6 +175,15 @@ def messages_of(trajectory, chat, history):
         if number > len(turns) - window:
             text.append(turn.observation)
     return [*messages, ("user", "\n".join(text))]
+
+
+def answers_of(turn):
+    """The observation as messages: the user's, or of role "tool", one a result; a hint stands at the end of the last."""
+    if not turn.tool_results:
+        return [("user", turn.observation)]
+    *others, last = turn.tool_results
+    return [*(("tool", result) for result in others),
+            ("tool", last + turn.observation.removeprefix("\n".join(turn.tool_results)))]
 
 
 def add_turn(rows: list[Row], prompt_ids: list[int], action_ids: list[int]):
@@ -256,7 +266,7 @@ def play_turn(env, trajectory, chat, prompt, action_ids, max_turns):
     observation, reward, terminated, truncated, info = answer or ("", math.nan, False, False, {})
     trajectory.turns.append(Turn(prompt, action_ids, action, observation, reward, bool(info.get("valid", False)),
                                  "end" if action_ids and action_ids[-1] in chat.end_ids else "length",
-                                 trajectory.info.get("hint")))
+                                 trajectory.info.get("hint"), info.get("tool_results")))
     add_turn(trajectory.rows, prompt, action_ids)
     trajectory.reward += reward
     trajectory.info = info or trajectory.info
