@@ -67,6 +67,7 @@ def read_run(folder) -> dict | None:
     curve = [[row["step"], row["success"]] for row in rows if row["split"] == "valid"]
     final, metrics = tests["trained"], read(folder / "metrics.jsonl")
     run = {"base": tests["base"]["success"], "final": final["success"], "curve": curve,
+           "valid": curve[-1][1] if curve else None,
            "peak": max([success for _, success in curve], default=None), "clean": final["clean_success"],
            "commit": about(folder)["commit"]}
     with_state = [row["success"] for row in read(folder / "evaluations.jsonl") if row.get("state") and row["split"] == "test"]
@@ -118,7 +119,7 @@ def summary(about: dict, arms: dict, results: dict) -> dict:
     baseline, study = next(iter(arms)), {**about, "arms": {}}
     for arm, runs in results.items():
         entry = {"options": arms[arm], "runs": runs}
-        for key in ("final", "peak", "clean", "success_hinted", "final_with_state"):
+        for key in ("final", "valid", "peak", "clean", "success_hinted", "final_with_state"):
             values = [run[key] for run in runs if run.get(key) is not None]
             if values:
                 entry[key] = {"mean": statistics.fmean(values), "std": statistics.stdev(values) if len(values) > 1 else 0.0}
@@ -132,7 +133,7 @@ def table(study, baseline=None) -> str:
     """Markdown, with differences to the arm `baseline` (default: the first)."""
     baseline = baseline or next(iter(study["arms"]))
     arms, asks = study["arms"], any("abstain_turns" in run for arm in study["arms"].values() for run in arm["runs"])
-    columns = {"final": "final", "peak": "peak", "clean": "final without an invalid action", "success_hinted":
+    columns = {"final": "final", "valid": "the same on valid tasks", "peak": "peak", "clean": "final without an invalid action", "success_hinted":
                "with hints, at the end of training", "final_with_state": "final with the state"}
     columns = {key: title for key, title in columns.items() if any(key in arm for arm in arms.values())}
     head = ["arm", *columns.values(), f"final − {baseline} [95 %], p", "", *(["abstained"] if asks else [])]

@@ -75,6 +75,7 @@ def test_a_study_writes_its_figures(fake, capsys):
     assert list(got["arms"]) == ["none", "hybrid", "hybrid+mixed"] and got["seeds"] == [0, 1, 2]
     arm = got["arms"]["hybrid"]
     assert [run["final"] for run in arm["runs"]] == pytest.approx([0.5, 0.6, 0.7])
+    assert arm["valid"]["mean"] == pytest.approx(0.7)
     assert [run["peak"] for run in arm["runs"]] == pytest.approx([0.6, 0.7, 0.8])
     assert arm["final"] == pytest.approx({"mean": 0.6, "std": 0.1}) and arm["clean"]["mean"] == pytest.approx(0.3)
     assert arm["success_hinted"]["mean"] == pytest.approx(0.4) and arm["difference"]["mean"] == pytest.approx(0.5)
