@@ -3,6 +3,7 @@ arXiv 2609.08404.
 
     python enrich.py --env keydoor                       # an episode, standard feedback beside enriched; the schedule
     python grpo.py --enrich hybrid --enrich-late 4,5     # train with it
+    python enrich.py --study --quick                     # strategies against each other (study.py)
     from enrich import EnrichedEnv, feedback_kind, group_is_enriched    # needs the standard library alone
 
 Only observations change: o+ = E(o, h). Rewards, transitions, admissible actions and the number of turns are those of
@@ -23,6 +24,7 @@ What differs from the paper, and from its released code, which has other faults 
 """
 import math
 import random
+import sys
 from dataclasses import dataclass, replace
 
 from envs import BadInput
@@ -278,6 +280,10 @@ def draw(schedule, path):
 
 
 def main(argv=None):
+    argv = sys.argv[1:] if argv is None else argv
+    if "--study" in argv:
+        from study import enrichment
+        return enrichment([word for word in argv if word != "--study"])
     from envs import make_env, parse_options, select_tasks
     from train import Config, option, parse
 

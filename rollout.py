@@ -1,4 +1,4 @@
-"""Episodes of a policy in text environments: plain Hugging Face `generate`, one batch of prompts a turn.
+"""Episodes of a policy in text environments: one batch of prompts a turn, for the episodes that go on.
 
     act = sampler(model, chat, temperature=1.0, max_new_tokens=32)
     trajectories = rollout(act, chat, envs, [Request(task, group=0, seed=0), ...], max_turns=15)
@@ -15,8 +15,6 @@ import sys
 from collections import deque
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-
-import torch
 
 from envs import BadInput
 
@@ -43,6 +41,7 @@ class Turn:
     valid: bool
     stop: str  # "end": an end token was sampled; "length": the token limit came first
     hint: str | None = None  # what enrichment appended to the observation that this turn answers
+    tool_results: list[str] | None = None  # what the called functions returned, where the observation begins with that
 
 
 @dataclass
@@ -160,37 +159,6 @@ class Chat:
         return self.tokenizer.decode([i for i in action_ids if i not in self.end_ids])
 
 
-def sampler(model, chat: Chat, *, temperature: float = 1.0, max_new_tokens: int = 32):
-    """`act(prompts) -> action ids` by plain `generate`; temperature 0 is greedy. The whole distribution is sampled:
-    `model` comes from `load_model`, which leaves no generation config that could cut it."""
-    from transformers import GenerationConfig
-
-    how = {"do_sample": True, "temperature": float(temperature), "top_k": 0, "top_p": 1.0} if temperature > 0 \
-        else {"do_sample": False}
-    config = GenerationConfig(**how, max_new_tokens=max_new_tokens, eos_token_id=sorted(chat.end_ids),
-                              pad_token_id=chat.pad_id, repetition_penalty=1.0, num_beams=1)
-
-    @torch.no_grad()
-    def act(prompts: list[list[int]]) -> list[list[int]]:
-        width = max(map(len, prompts))
-        ids = torch.tensor([[chat.pad_id] * (width - len(p)) + p for p in prompts], device=model.device)
-        mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=model.device)
-        training = model.training
-        model.eval()  # in training mode with activation checkpointing, generate would drop its cache
-        try:
-            out = model.generate(input_ids=ids, attention_mask=mask, generation_config=config)[:, width:].tolist()
-        except RuntimeError as error:
-            if "probability tensor" not in str(error):
-                raise
-            raise FloatingPointError("the policy's probabilities are not finite") from error
-        finally:
-            model.train(training)
-        ends = [next((n + 1 for n, i in enumerate(row) if i in chat.end_ids), len(row)) for row in out]
-        return [row[:end] for row, end in zip(out, ends)]
-
-    return act
-
-
 def messages_of(trajectory, chat, history):
     """The conversation that the next prompt is made of."""
     turns = trajectory.turns
@@ -198,7 +166,7 @@ def messages_of(trajectory, chat, history):
     if history == "full":
         messages.append(("user", trajectory.first_observation))
         for turn in turns:
-            messages += [("assistant", chat.history_ids(turn.action_ids)), ("user", turn.observation)]
+            messages += [("assistant", chat.history_ids(turn.action_ids)), *answers_of(turn)]
         return messages
     window = int(history.partition(":")[2])
     text = [trajectory.first_observation]
@@ -207,6 +175,15 @@ def messages_of(trajectory, chat, history):
         if number > len(turns) - window:
             text.append(turn.observation)
     return [*messages, ("user", "\n".join(text))]
+
+
+def answers_of(turn):
+    """The observation as messages: the user's, or of role "tool", one a result; a hint stands at the end of the last."""
+    if not turn.tool_results:
+        return [("user", turn.observation)]
+    *others, last = turn.tool_results
+    return [*(("tool", result) for result in others),
+            ("tool", last + turn.observation.removeprefix("\n".join(turn.tool_results)))]
 
 
 def add_turn(rows: list[Row], prompt_ids: list[int], action_ids: list[int]):
@@ -237,7 +214,7 @@ def rollout(act, chat: Chat, envs: list, requests: list[Request], *, max_turns: 
             max_context: int = 2048, history: str = "full") -> list[Trajectory]:
     """Play every request, at most len(envs) at a time; results in the order of the requests.
 
-    act: `act(prompts) -> sampled ids` for a batch of prompts (see `sampler`). max_turns: actions per episode.
+    act: `act(prompts) -> sampled ids` for a batch of prompts (see sampling.py); `act([])` says that no episode goes on. max_turns: actions per episode.
     max_context: tokens of prompt and action together. history: "full" keeps the conversation, "window:2" rebuilds each
     prompt from the first observation, all past actions and the last 2 observations. An exception inside an environment,
     or an answer that is not of the contract's types, ends that episode alone: end "env_error", reward NaN.
@@ -268,10 +245,11 @@ def rollout(act, chat: Chat, envs: list, requests: list[Request], *, max_turns: 
         prompts = [prompt for (_, t), prompt in zip(active, prompts) if not t.end]
         playing = [(env, t) for env, t in active if not t.end]
         idle += [env for env, t in active if t.end]
-        for (env, trajectory), prompt, action_ids in zip(playing, prompts, act(prompts) if prompts else []):
+        for (env, trajectory), prompt, action_ids in zip(playing, prompts, act(prompts)):
             play_turn(env, trajectory, chat, prompt, action_ids, max_turns)
         idle += [env for env, t in playing if t.end]
         active = [(env, t) for env, t in playing if not t.end]
+    act([])
     return results
 
 
@@ -288,7 +266,7 @@ def play_turn(env, trajectory, chat, prompt, action_ids, max_turns):
     observation, reward, terminated, truncated, info = answer or ("", math.nan, False, False, {})
     trajectory.turns.append(Turn(prompt, action_ids, action, observation, reward, bool(info.get("valid", False)),
                                  "end" if action_ids and action_ids[-1] in chat.end_ids else "length",
-                                 trajectory.info.get("hint")))
+                                 trajectory.info.get("hint"), info.get("tool_results")))
     add_turn(trajectory.rows, prompt, action_ids)
     trajectory.reward += reward
     trajectory.info = info or trajectory.info

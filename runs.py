@@ -33,7 +33,7 @@ def run_folder(config, algorithm, resuming=None):
     try:
         yield folder, first_step
     finally:
-        if (folder / "metrics.jsonl").exists():
+        if (folder / "metrics.jsonl").exists() or (folder / "adapter").exists():
             shutil.rmtree(before, ignore_errors=True)
         else:
             shutil.rmtree(folder)
@@ -192,7 +192,13 @@ def episode_metrics(played, group) -> dict:
             "length_stop_fraction": mean([turn.stop == "length" for turn in turns]),
             **{f"success_{name}": mean([t.success for t in played if t.enriched == enriched]) for name, enriched in
                (("hinted", True), ("plain", False)) if any(t.enriched == enriched for t in played)},
+            **({"abstention": mean(asked)} if (asked := abstentions(played)) else {}),
             **{f"end_{end}": mean([t.end == end for t in played]) for end in sorted({t.end for t in played})}}
+
+
+def abstentions(played) -> list[float]:
+    """For each episode that was asked for what cannot be done, the share of such turns in which it abstained."""
+    return [t.info["abstained"] / t.info["abstain_turns"] for t in played if t.info.get("abstain_turns")]
 
 
 def speed(played, learn_tokens, rollout_seconds, learn_seconds) -> dict:

@@ -6,6 +6,10 @@ another environment it is made on first use and cached in ~/.cache/scaffold-funn
 name that depends on everything it is made from; the same seed gives the same model.
 
     python tiny.py --env keydoor --out made-anew --seed 0
+    python tiny.py --env sciworld --env-options admissible=none --tasks lifespan-longest-lived --max-turns 8 --out DIR
+
+Where play is slow and its actions are easy to foresee (ScienceWorld: 65 ms to list the admissible ones), a model
+remembers sooner than it copies. There it first learns to copy random words, which nothing else foretells (`LESSONS`).
 """
 import hashlib
 import inspect
@@ -25,6 +29,13 @@ RECIPE = {"episodes": 10_000, "steps": 1800, "batch": 12, "lr": 3e-3}
 # The game's play: short and long, few and many commands, every house; wrong commands do not end it.
 KEYDOOR = [{"stages": stages, "commands": commands, "families": 8, "colours": 8, "practice": True}
            for stages, commands in ((6, 3), (6, 4), (6, 5), (4, 6), (4, 8))]
+SLOW = {"episodes": 160, "texts": 40}  # where `info` does not list the admissible actions
+# Rows of random words (`copy_row`): plain repetition, then the first action of a hint, then the same in longer rows, then
+# these mixed half and half with play.
+LESSONS = [{"hints": 0, "noise": 0, "steps": 220, "batch": 32, "lr": 3e-3},
+           {"hints": 2, "noise": 25, "steps": 120, "batch": 16, "lr": 2e-3},
+           {"hints": 4, "noise": 80, "steps": 70, "batch": 8, "lr": 2e-3},
+           {"hints": 4, "noise": 80, "steps": 160, "batch": 8, "lr": 1e-3}]
 SHIPPED = Path(__file__).parent / "tiny-keydoor"
 
 
@@ -62,6 +73,44 @@ def texts_of(env, tasks, seed):
     return texts
 
 
+def one_of_each_verb(env, seed):
+    """From here on `env` lists one admissible action for each verb: on ScienceWorld most of hundreds are "move X to Y"."""
+    listed, rng = env.admissible_actions, random.Random(f"verbs {seed}")
+
+    def admissible_actions():
+        actions = listed()
+        return list({action.split()[0]: action for action in rng.sample(actions, len(actions))}.values())
+
+    env.admissible_actions = admissible_actions
+
+
+def copy_row(env, chat, words, rng, hints, noise):
+    """A row whose answers are random words, so that only copying foretells them.
+
+    hints=0: the user says 8-14 different words and the assistant repeats them: many tokens learn from a short row, and
+    copying comes within 200 steps. Else that many turns of 0 to `noise` words and a hint that names 1-3 actions of 2-6
+    words; the assistant answers the first. A row draws from 6 words, 20 or all: actions repeat words (baby baby mouse).
+    """
+    from rollout import add_turn
+
+    def some(least, most):
+        return " ".join(rng.choices(pool, k=rng.randint(least, most)))
+
+    pool, rows = rng.sample(words, min(len(words), rng.choice((6, 20, len(words))))), []
+    messages = [("system", env.system_prompt)] if hints and env.system_prompt else []
+    for _ in range(max(hints, 1)):
+        if hints:
+            named = [some(2, 6) for _ in range(rng.randint(1, 3))]
+            messages.append(("user", f"{some(0, noise)}\n{env.phrase(named)}"))
+        else:
+            named = [" ".join(rng.sample(words, rng.randint(8, 14)))]
+            messages.append(("user", named[0]))
+        action_ids = chat.text_ids(named[0])
+        add_turn(rows, chat.prompt(messages), [*action_ids, chat.tokenizer.eos_token_id])
+        messages.append(("assistant", action_ids))
+    return rows[0]
+
+
 def tiny(env_name="keydoor", options=None, only=(), seed=0):
     """The folder of the model for an environment: shipped, cached or made now. `only`: as --tasks."""
     if env_name == "keydoor":
@@ -72,8 +121,10 @@ def tiny(env_name="keydoor", options=None, only=(), seed=0):
     import learner
     import rollout
     import warmstart
-    code = [inspect.getsource(part) for part in (warmstart, learner, rollout.Chat, envs.env_class(env_name))]
-    made_of = json.dumps([env_name, options or {}, sorted(only), seed, RECIPE, SHAPE, CHAT_TEMPLATE, torch.__version__, code])
+    code = [inspect.getsource(part) for part in (warmstart, learner, rollout.Chat, envs.env_class(env_name),
+                                             one_of_each_verb, copy_row)]
+    made_of = json.dumps([env_name, options or {}, sorted(only), seed, RECIPE, SLOW, LESSONS, SHAPE, CHAT_TEMPLATE,
+                          torch.__version__, code])
     cache = Path(os.environ.get("SCAFFOLD_FUNNEL_CACHE", Path.home() / ".cache" / "scaffold-funnel"))
     name = re.sub(r"\W+", "-", env_name)
     folder = cache / f"tiny-{name}-{seed}-{hashlib.sha256(made_of.encode()).hexdigest()[:12]}"
@@ -82,8 +133,9 @@ def tiny(env_name="keydoor", options=None, only=(), seed=0):
     return str(folder)
 
 
-def build(folder, env_name, plays, only=(), seed=0):
-    """Make the model from play under each set of environment options in `plays`, and save it."""
+def build(folder, env_name, plays, only=(), seed=0, max_turns=0):
+    """Make the model from play under each set of environment options in `plays`, and save it. max_turns: of an episode
+    of play (0: the environment's own limit)."""
     import torch
     from tqdm import tqdm
     from transformers import Qwen3Config, Qwen3ForCausalLM
@@ -94,20 +146,34 @@ def build(folder, env_name, plays, only=(), seed=0):
 
     rng = random.Random(f"tiny {seed}")
     envs = [make_env(env_name, options) for options in plays]
-    drawn = [rng.choices(select_tasks(env_name, "train", only, options), k=RECIPE["episodes"] // len(plays))
-             for options in plays]
-    tokenizer = word_tokenizer([text for env, tasks in zip(envs, drawn) for text in texts_of(env, tasks[:300], seed)])
+    tasks_of = [select_tasks(env_name, "train", only, options) for options in plays]
+    slow = "admissible" not in envs[0].reset(task=tasks_of[0][0], seed=0)[1]
+    episodes, texts = (SLOW["episodes"], SLOW["texts"]) if slow else (RECIPE["episodes"], 300)
+    drawn = [rng.choices(tasks, k=episodes // len(plays)) for tasks in tasks_of]
+    tokenizer = word_tokenizer([text for env, tasks in zip(envs, drawn) for text in texts_of(env, tasks[:texts], seed)])
     chat = Chat(tokenizer)
+    for env in envs if slow else []:
+        one_of_each_verb(env, seed)
     rows = [row for n, (env, tasks) in enumerate(zip(envs, drawn))
-            for trajectory in play(lambda: env, chat, tasks, "random", seed=10_000 * seed + n, max_turns=env.max_turns)
+            for trajectory in play(lambda: env, chat, tasks, "random", seed=10_000 * seed + n,
+                                   max_turns=max_turns or env.max_turns)
             for row in trajectory.rows]
+    stages = [(RECIPE, rows)]
+    if slow:
+        words = sorted(word for word in tokenizer.get_vocab() if re.fullmatch(r"[\w'-]+", word))
+        stages = [(lesson, [copy_row(envs[0], chat, words, rng, lesson["hints"], lesson["noise"])
+                            for _ in range(lesson["steps"] * lesson["batch"])]) for lesson in LESSONS]
+        lesson, copying = stages[-1]
+        stages[-1] = (lesson, rows + copying[:len(rows)])
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model = Qwen3ForCausalLM(Qwen3Config(vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id,
                                              pad_token_id=tokenizer.pad_token_id, bos_token_id=None, **SHAPE))
-    with tqdm(total=RECIPE["steps"], desc=f"warm start of tiny for {env_name}, once", disable=None, leave=False) as bar:
-        supervise(model, rows, chat.pad_id, steps=RECIPE["steps"], batch=RECIPE["batch"], lr=RECIPE["lr"], seed=seed,
-                  progress=lambda step, loss: (bar.update(), bar.set_postfix(loss=f"{loss:.2f}")))
+    with tqdm(total=sum(lesson["steps"] for lesson, _ in stages), desc=f"warm start of tiny for {env_name}, once",
+              disable=None, leave=False) as bar:
+        for lesson, rows in stages:
+            supervise(model, rows, chat.pad_id, steps=lesson["steps"], batch=lesson["batch"], lr=lesson["lr"], seed=seed,
+                      progress=lambda step, loss: (bar.update(), bar.set_postfix(loss=f"{loss:.2f}")))
     beside = Path(f"{folder}.{os.getpid()}")
     model.half().save_pretrained(beside)
     tokenizer.save_pretrained(beside)
@@ -125,13 +191,15 @@ def main(argv=None):
     import envs
     from envs import make_env, parse_options, select_tasks
     from model import load_model
-    from rollout import Chat, Request, rollout, sampler
+    from rollout import Chat, Request, rollout
+    from sampling import sampler
 
     parser = argparse.ArgumentParser(description="Build the built-in model of an environment.")
     parser.add_argument("--env", default="keydoor")
     parser.add_argument("--env-options", nargs="*", default=[])
     parser.add_argument("--tasks", nargs="*", default=[])
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--max-turns", type=int, default=0, help="turns per episode (0: the environment's own limit)")
     parser.add_argument("--out", default="", help="make it anew, into this folder")
     args = parser.parse_args(argv)
     options = parse_options(args.env_options)
@@ -139,13 +207,14 @@ def main(argv=None):
     if args.out and os.path.exists(args.out):
         raise envs.BadInput(f"{args.out} exists: move it away, or choose another --out")
     if args.out:
-        build(args.out, args.env, KEYDOOR if args.env == "keydoor" and not options else [options], args.tasks, args.seed)
+        build(args.out, args.env, KEYDOOR if args.env == "keydoor" and not options else [options], args.tasks, args.seed,
+              args.max_turns)
     folder = args.out or tiny(args.env, options, args.tasks, args.seed)
     model, tokenizer = load_model(folder)
     chat, players = Chat(tokenizer), [make_env(args.env, options) for _ in range(32)]
     torch.manual_seed(args.seed)
     played = rollout(sampler(model, chat), chat, players, [Request(task) for task in tasks[:256]],
-                     max_turns=players[0].max_turns)
+                     max_turns=args.max_turns or players[0].max_turns)
     turns = [turn for trajectory in played for turn in trajectory.turns]
     print(f"{folder}\n{model.num_parameters():,} parameters, {len(tokenizer)} words, "
           f"{sum(turn.valid for turn in turns) / len(turns):.0%} of its actions are valid, "

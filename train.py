@@ -44,7 +44,7 @@ class Config:
     lora_rank: int = option(16, "rank of the LoRA adapter (alpha is twice that)")
     # How long, where to
     seed: int = option(0, "seed of everything random")
-    steps: int = option(60, "training steps: batches of episodes")
+    steps: int = option(60, "training steps: batches of episodes (0: the warm start alone)")
     out: str = option("", "the run's folder (default: runs/<env>__<algo>__<enrich>__<seed>)")
     resume: bool = option(False, "go on from the checkpoint in the run's folder")
     overwrite: bool = option(False, "delete what is in the run's folder first")
@@ -108,7 +108,7 @@ def parse(config_class, argv=None, description=None):
 
 def check(config):
     """Refuse what cannot work, before anything is loaded or written."""
-    at_least = {"steps": 1, "group": 2, "tasks_per_step": 1, "minibatches": 1, "micro_batch_tokens": 1, "lora_rank": 1,
+    at_least = {"steps": 0, "group": 2, "tasks_per_step": 1, "minibatches": 1, "micro_batch_tokens": 1, "lora_rank": 1,
                 "max_turns": 0, "max_new_tokens": 1, "max_context": 2, "num_envs": 1, "eval_every": 0,
                 "eval_episodes": 1, "save_every": 1, "warm_start_steps": 1, "warm_start_batch": 1}
     for name, least in at_least.items():
@@ -129,6 +129,8 @@ def check(config):
                            f"got {getattr(config, name)}")
     if not re.fullmatch(r"full|window:[1-9][0-9]*", config.history):
         raise BadInput(f"--history must be full or window:N, got {config.history!r}")
+    if config.steps == 0 and not config.warm_start:
+        raise BadInput("--steps 0 trains nothing: pass --warm-start random or gold, or more steps")
     if config.resume and config.overwrite:
         raise BadInput("--resume and --overwrite exclude each other")
 
@@ -156,9 +158,10 @@ def train(config, algorithm, loss, advantages, *, clip, use_reference=False, seq
     from evaluate import evaluate, fixed_tasks, table
     from learner import update
     from model import freeze_reference, make_optimizer
-    from rollout import refuse_if_nothing_fits, rollout, sampler
+    from rollout import refuse_if_nothing_fits, rollout
     from runs import (append, draw_curve, episode_metrics, read, record, run_folder, save_checkpoint, speed, tensorboard,
                       write_config)
+    from sampling import sampler
     from warmstart import warm_up
 
     if config.temperature == 0:
@@ -267,8 +270,8 @@ def train(config, algorithm, loss, advantages, *, clip, use_reference=False, seq
             board.close()
     for env in envs:
         env.close()
-    print("\n" + table(config.env, [("base model", base), (f"after {config.steps} steps", final)]))
-    print(f"{folder}/ holds curve.png, metrics.jsonl, evaluations.jsonl, rollouts.jsonl, adapter/")
+    print("\n" + table(config.env, [("base model", base), (f"after {config.steps} steps" if config.steps else "after the warm start", final)]))
+    print(f"{folder}/ holds {', '.join(sorted(path.name for path in folder.iterdir()))}")
     return folder
 
 

@@ -93,9 +93,14 @@ def warm_up(config, model, chat, options, tasks, limits):
     """Supervised steps on scripted play of training tasks, before step 1."""
     from tqdm import tqdm
 
-    drawn = random.Random(f"warm start {config.seed}").choices(tasks, k=config.warm_start_steps * config.warm_start_batch)
-    rows = [row for t in play(lambda: make_env(config.env, options), chat, drawn, config.warm_start, seed=config.seed,
-                              **limits) for row in t.rows]
+    env = make_env(config.env, options)
+    needed, rows = config.warm_start_steps * config.warm_start_batch, []
+    drawn = random.Random(f"warm start {config.seed}").choices(tasks, k=needed)
+    for n in range(0, needed, config.warm_start_batch):  # a windowed history makes several rows an episode
+        if len(rows) < needed:
+            rows += [row for t in play(lambda: env, chat, drawn[n:n + config.warm_start_batch], config.warm_start,
+                                       seed=config.seed + n, **limits) for row in t.rows]
+    env.close()
     with tqdm(total=config.warm_start_steps, desc=f"warm start ({config.warm_start})", disable=None) as bar:
         supervise(model, rows, chat.pad_id, steps=config.warm_start_steps, batch=config.warm_start_batch,
                   lr=config.warm_start_lr, seed=config.seed, micro_batch_tokens=config.micro_batch_tokens,

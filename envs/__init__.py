@@ -34,7 +34,11 @@ class Env:
         """Act with the policy's raw text of this turn. Returns (observation, reward, terminated, truncated, info).
 
         `info` holds `success: bool`, `valid: bool` and, where the benchmark has them, `admissible: list[str]`;
-        a benchmark with a graded score adds `score: float`. The return of an episode is the sum of its rewards.
+        a benchmark with a graded score adds `score: float`; one that asks for what cannot be done adds `abstain_turns`,
+        how often it has done so, and `abstained`, how often the policy rightly did nothing or said so. Where the action
+        called functions that `tools` lists, `tool_results: list[str]` holds what each returned: the observation is then
+        these, joined by line breaks, and in the chat each is a message of role "tool". The return of an episode is the
+        sum of its rewards.
         """
         raise NotImplementedError
 

@@ -24,8 +24,9 @@ name. Differences from the official harness (bfcl-eval 2026.3.23):
  5. Each episode has its own instances. Officially they live in a module's globals under the model's name, and
     long_context's extra credit cards and bookings are the same objects in all of them.
  6. An exponent, precision or number of decimal places beyond 1,000 is refused: one such call can hang a worker.
- 7. The prompt's words are ours, and results come as `function -> result` lines. In the native format the
-    functions added by miss_func are written into the message: `tools` stays, so the prompt only ever grows.
+ 7. The prompt's words are ours, and results come as `function -> result` lines. In the native format each is a
+    message of role "tool", as officially, and so is the reason why a call is invalid; the functions added by
+    miss_func are written into the user's message: `tools` stays, so the prompt only ever grows.
 As officially, a hidden function is undocumented, not blocked: a call of it runs.
 
 Hints follow FEE (arXiv 2609.08404). Guidance is the first ground-truth call of a user turn; ours in addition is
@@ -200,6 +201,15 @@ def same_state(instances: dict, gold_instances: dict) -> bool:
                for key, value in vars(gold).items() if not key.startswith("_"))
 
 
+def known_classes(classes: str | None) -> set[str]:
+    """The names in "GorillaFileSystem,MathAPI", all of them for None. Raises BadInput for an unknown one."""
+    documents = load_data()[1]
+    wanted = set(str(classes).replace(" ", "").split(",")) if classes else set(documents)
+    if wanted - set(documents):
+        raise BadInput(f"unknown class {', '.join(sorted(wanted - set(documents)))}; there are: {', '.join(documents)}")
+    return wanted
+
+
 def json_schema(document):
     """A function document's parameters with JSON Schema's type names (the documents say dict, float, ...)."""
     if isinstance(document, dict):
@@ -209,11 +219,12 @@ def json_schema(document):
 
 
 class BFCL(Env):
-    """Options: `format` "prompt" (a list of calls as text) or "native" (Hermes and Qwen tool calls), `guidance`
-    "first-call" or "next", and those of `tasks`.
+    """Options: `format` "prompt" (a list of calls as text) or "native" (Hermes and Qwen3 tool calls, in JSON),
+    `guidance` "first-call" or "next", and those of `tasks`.
 
     After `reset`, `system_prompt` holds the task's instructions. In the native format they come without the
-    functions: the rollout passes `tools` (JSON schemas; None in the prompt format) to the chat template.
+    functions: the rollout passes `tools` (JSON schemas; None in the prompt format) to the chat template, and the
+    results to it as messages of role "tool" (`info["tool_results"]`).
     `info` has success, valid (parsed, and every function known), user_turn (from 1), abstain_turns, abstained.
     """
 
@@ -225,7 +236,7 @@ class BFCL(Env):
             raise BadInput(f"format must be prompt or native, not {format!r}")
         if guidance not in ("first-call", "next"):
             raise BadInput(f"guidance must be first-call or next, not {guidance!r}")
-        self.tasks("train", classes=classes, split_by=split_by)   # raises BadInput for what it does not know
+        known_classes(classes), self.tasks("train", split_by=split_by)   # raise BadInput for what they do not know
         self.format, self.guidance = format, guidance
         self._done = True
 
@@ -239,25 +250,24 @@ class BFCL(Env):
         fifth is "valid" and not "train".
         `classes` ("GorillaFileSystem" or "MathAPI,TravelAPI") keeps the tasks that involve no other class: 14,000
         characters of prompt for one class against 22,000 in the median task. By domain, train and test share no
-        such task of one class, so that a split can be empty; use split_by="index" there.
+        class for that, and some classes are never alone: a split without a task is refused.
         `format` and `guidance` are accepted, but choose no task."""
         if split not in ("train", "valid", "test"):
             raise BadInput(f"unknown split {split!r}: use train, valid or test")
         if split_by not in ("domain", "index"):
             raise BadInput(f"split_by must be domain or index, not {split_by!r}")
-        entries, documents, _ = load_data()
-        wanted = set(str(classes).replace(" ", "").split(",")) if classes else set(documents)
-        if wanted - set(documents):
-            raise BadInput(f"unknown class {', '.join(sorted(wanted - set(documents)))}; "
-                           f"there are: {', '.join(documents)}")
-        order = list(range(TASKS_PER_CATEGORY))
+        wanted, order = known_classes(classes), list(range(TASKS_PER_CATEGORY))
         if split_by == "index":
             order.sort(key=lambda index: hashlib.sha256(f"bfcl {index}".encode()).digest())
         half = TASKS_PER_CATEGORY // 2
         indices = {"train": [index for rank, index in enumerate(order[:half]) if rank % 5 != 4],
                    "valid": order[4:half:5], "test": order[half:]}[split]
-        return [task for category in CATEGORIES for task in (f"{category}/{index}" for index in sorted(indices))
-                if set(entries[task]["involved_classes"]) <= wanted]
+        tasks = [task for category in CATEGORIES for task in (f"{category}/{index}" for index in sorted(indices))
+                 if set(load_data()[0][task]["involved_classes"]) <= wanted]
+        if not tasks:
+            other = " or split_by=index" if split_by == "domain" else ""
+            raise BadInput(f"no {split} task involves {classes} and no other class: try more classes{other}")
+        return tasks
 
     def reset(self, *, task: str, seed: int) -> tuple[str, dict]:
         """Nothing is drawn at random: `seed` changes nothing."""
@@ -297,16 +307,17 @@ class BFCL(Env):
                 return self._end_turn()
             self._last = [(call, run_call(call, self._methods)) for call in calls]
             valid = all(call.name in self._methods for call in calls)
-            shown = "<tool_response>\n{1}\n</tool_response>" if self.format == "native" else "{0} -> {1}"
-            observation = _encodable("\n".join(shown.format(call.name, result) for call, result in self._last))
+            results = [_encodable(result if self.format == "native" else f"{call.name} -> {result}")
+                       for call, result in self._last]
         except InvalidAction as error:
-            valid, observation = False, f"Invalid action: {error}. Nothing was run."
+            valid, results = False, [f"Invalid action: {error}. Nothing was run."]
         self._made += [call for call, _ in self._last]            # of this user turn
         self._results += [result for _, result in self._last]     # of all user turns
         if self._steps > MAX_STEPS:
             self._done, self._passed = True, False
-            observation += f"\nMore than {MAX_STEPS} steps for one request: the conversation is over."
-        return observation, 0.0, self._done, False, self._info(valid)
+            results.append(f"More than {MAX_STEPS} steps for one request: the conversation is over.")
+        info = self._info(valid) | ({"tool_results": results} if self.format == "native" else {})
+        return "\n".join(results), 0.0, self._done, False, info
 
     def _start_turn(self) -> str:
         """The user's message; where functions are added, that message."""
@@ -359,7 +370,11 @@ class BFCL(Env):
         left = self._left()
         if not left:
             return f"Hint: do not call a function now, answer in words. {self._closing()}"
-        return f"Hint: a good next call is {self._write(left[:1])}"
+        return self.phrase([self._write(left[:1])])
+
+    def phrase(self, actions):
+        """No full stop: copied with the call, it would be a part of it."""
+        return f"Hint: a good next call is {', then '.join(actions)}"
 
     def gold_action(self) -> str | None:
         """All ground-truth calls that are left in this user turn, or the sentence that ends it."""

@@ -140,8 +140,9 @@ class KeyDoor(Env):
         return f"Commands: {' | '.join(self.lists[self.stage])}.\nThe door here is {self.doors[self.stage // 3]}."
 
     def _info(self, valid, success=False):
+        asked = not self.doable and self.stage >= self.stages - 1  # it has seen that the task cannot be done
         return {"success": success, "valid": valid, "admissible": [] if self.over else list(self.lists[self.stage]),
-                "doable": self.doable}
+                "doable": self.doable, "abstain_turns": int(asked), "abstained": int(asked and success)}
 
 
 def check(stages, commands, families, colours, impossible):

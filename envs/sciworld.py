@@ -50,6 +50,8 @@ ELECTRICAL = "\nconnect OBJ to OBJ | disconnect OBJ (only where the task is abou
 _lock = threading.RLock()   # around every use of the JVM: calls from two threads at once corrupt its state silently
 _java = None                # the JVM of this process, started by the first call that needs it
 _gold: dict[tuple[str, int, str], list[str]] = {}   # (task, variation, simplifications) -> gold actions
+TARGETS = {"lifespan-longest-lived": ("long",), "lifespan-shortest-lived": ("short",),
+           "lifespan-longest-lived-then-shortest-lived": ("long", "short")}     # what the simulator calls the right animals
 
 
 class SimulatorDied(RuntimeError):
@@ -140,6 +142,8 @@ class SciWorld(Env):
     admissible       "none"; "templates": action templates in the system prompt, object names in the observation;
                      "full": that and `info["admissible"]`, every valid action (slow: 30-300 ms a turn).
     guidance         "first-three" (the paper's) or "next" (ours), see `action_guidance`.
+    held_out         animals joined by commas ("elephant,parrot"), ours: only the lifespan-* tasks are left, and those whose
+                     right answer is such an animal are the test tasks, all of them; train and valid have none of them.
 
     Gold paths are cached for the process by (task, variation, simplifications), each made when first asked for
     in an interface of its own: a hint cannot touch the episode, and an episode without hints pays nothing.
@@ -147,7 +151,8 @@ class SciWorld(Env):
 
     max_turns = 15  # FEE's limit
 
-    def __init__(self, simplifications="easy", reward="binary", admissible="templates", guidance="first-three"):
+    def __init__(self, simplifications="easy", reward="binary", admissible="templates", guidance="first-three",
+                 held_out=""):
         chosen = [] if simplifications == "none" else str(simplifications).split(",")
         if chosen != ["easy"] and not set(chosen) <= set(SIMPLIFICATIONS):
             raise BadInput(f"simplifications={simplifications!r}: use easy, none, or some of {','.join(SIMPLIFICATIONS)}")
@@ -166,17 +171,39 @@ class SciWorld(Env):
         self._done = True
 
     @classmethod
-    def tasks(cls, split, **options):
-        """ScienceWorld's own split, 3592 / 1796 / 1819 task ids, the same for all options. Loads no task: 0.2 s."""
+    def tasks(cls, split, simplifications="easy", held_out=""):
+        """ScienceWorld's own split, 3592 / 1796 / 1819 task ids. Loads no task: 0.2 s. Without its electrical tasks where
+        `simplifications` takes their actions away. With `held_out` the split is that of the targets."""
         if split not in SPLITS:
             raise BadInput(f"unknown split {split!r}: use one of {', '.join(SPLITS)}")
-        found = []
+        found = {}
         with _shared_java() as java:
             for name in java.catalogue.getTaskNames():
+                if cannot_be_done(name, simplifications):
+                    continue
                 getattr(java.catalogue, "taskStr_$eq")(name)    # all that the simulator's split depends on
-                variations = getattr(java.catalogue, SPLITS[split])().toString()
-                found += [f"{name}/{variation}" for variation in json.loads(variations)]
-        return found
+                for part, variations in SPLITS.items():
+                    found.setdefault(part, []).extend(
+                        f"{name}/{n}" for n in json.loads(getattr(java.catalogue, variations)().toString()))
+            if not held_out:
+                return found[split]
+            apart = {animal.strip() for animal in str(held_out).split(",")}
+            right = {task: cls._targets(java, task) for tasks in found.values() for task in tasks
+                     if task.split("/")[0] in TARGETS}
+        known = set().union(*right.values())
+        if not apart < known:
+            raise BadInput(f"held_out={held_out!r}: name some of {', '.join(sorted(known))}, not all")
+        if split == "test":
+            return [task for task in right if right[task] & apart]
+        return [task for task in found[split] if task in right and not right[task] & apart]
+
+    @staticmethod
+    def _targets(java, task):
+        """The animals that a lifespan-* task asks for, from the table that the simulator builds it by."""
+        name, number = task.split("/")
+        maker = java.catalogue.taskMaker().getTask(name).get()
+        parts = maker.getCombination(int(number))
+        return {maker.getTaskValueStr(parts, part).get() for part in TARGETS[name]}
 
     def reset(self, *, task, seed):
         """Any seed gives the same episode. Raises BadInput for a task that does not exist."""
@@ -187,7 +214,7 @@ class SciWorld(Env):
                 raise BadInput(f"unknown task {name!r}; there are: {', '.join(java.catalogue.getTaskNames())}")
             if not number.isdecimal() or int(number) >= count:
                 raise BadInput(f"task {task!r}: write {name}/N with N from 0 to {count - 1}")
-            if "noElectricalAction" in self.simplifications and ("power-component" in name or "conductivity" in name):
+            if cannot_be_done(name, self.simplifications):
                 raise BadInput(f"task {task!r} cannot be done with simplifications={self.simplifications!r}")
             if self._java is not java:
                 self._java, self._server = java, java.interface()
@@ -304,3 +331,8 @@ class SciWorld(Env):
         for action in self._actions:
             done += done < len(path) and action.lower().split() == path[done].lower().split()
         return done
+
+
+def cannot_be_done(name: str, simplifications: str) -> bool:
+    """An electrical task without electrical actions."""
+    return "noElectricalAction" in simplifications and ("power-component" in name or "conductivity" in name)

@@ -12,7 +12,8 @@ from conftest import FakeEnv, make_rows, shake, tiny_qwen3, watched
 from learner import pad
 from model import (adapter_base, add_lora, freeze_reference, load_adapter, load_model, make_optimizer, reference,
                    token_logps)
-from rollout import Chat, Request, Row, rollout, sampler
+from rollout import Chat, Request, Row, rollout
+from sampling import sampler
 
 needs_bitsandbytes = pytest.mark.skipif(importlib.util.find_spec("bitsandbytes") is None, reason="no bitsandbytes")
 

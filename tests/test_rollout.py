@@ -14,7 +14,8 @@ from conftest import FakeEnv, FakePolicy, tiny_qwen3, watched
 
 from envs import BadInput
 from envs.keydoor import KeyDoor
-from rollout import ENDS, Chat, Request, Row, add_turn, refuse_if_nothing_fits, rollout, sampler
+from rollout import ENDS, Chat, Request, Row, add_turn, refuse_if_nothing_fits, rollout
+from sampling import sampler
 
 TOKENIZERS = ["words", "toy", "qwen3", "qwen3_5", "smollm2_tokenizer"]
 BYTE_LEVEL = TOKENIZERS[1:]

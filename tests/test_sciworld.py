@@ -14,6 +14,7 @@ needs_simulator = pytest.mark.skipif(
     shutil.which("java") is None or importlib.util.find_spec("scienceworld") is None,
     reason="needs Java (apt-get install default-jre-headless) and scienceworld (pip install scienceworld)")
 
+FAST = ["boil", "find-plant", "lifespan-longest-lived", "use-thermometer"]     # to load
 SHORT = ["lifespan-longest-lived/1", "find-animal/7", "find-non-living-thing/2", "find-plant/12"]
 WANDER = ["teleport to outside", "look around", "wait", "teleport to art studio", "look around", "open door",
           "teleport to greenhouse", "open bee hive", "wait", "wait", "look around", "xyzzy", "teleport to kitchen",
@@ -96,6 +97,46 @@ def test_an_unknown_task_is_bad_input(task):
 def test_an_electrical_task_refuses_to_lose_its_electrical_actions():
     with pytest.raises(BadInput, match="cannot be done"):
         SciWorld(simplifications="openDoors,noElectricalAction").reset(task="power-component/0", seed=0)
+
+
+@needs_simulator
+def test_electrical_tasks_are_left_out_where_they_cannot_be_done():
+    easy, without = SciWorld.tasks("train"), SciWorld.tasks("train", simplifications="openDoors,noElectricalAction")
+    gone = {task.split("/")[0] for task in set(easy) - set(without)}
+    assert gone == {"power-component", "power-component-renewable-vs-nonrenewable-energy", "test-conductivity",
+                    "test-conductivity-of-unknown-substances"}
+    assert without == [task for task in easy if task.split("/")[0] not in gone]
+    for name in sorted({task.split("/")[0] for task in without} & set(FAST)):
+        SciWorld(simplifications="openDoors,noElectricalAction").reset(task=f"{name}/0", seed=0)
+
+
+def focused(task):
+    """What the gold path focuses on."""
+    env, *_ = start(task)
+    return [action.removeprefix("focus on ") for action in env._gold_path() if action.startswith("focus")]
+
+
+@needs_simulator
+def test_targets_held_out_are_in_no_training_task_and_make_the_test():
+    options = {"held_out": "elephant,parrot", "admissible": "none"}
+    splits = {split: envs.select_tasks("sciworld", split, options=options) for split in ("train", "valid", "test")}
+    longest = {split: [t for t in tasks if t.startswith("lifespan-longest-lived/")] for split, tasks in splits.items()}
+    assert {split: len(tasks) for split, tasks in longest.items()} == {"train": 37, "valid": 18, "test": 50}
+    assert len(set().union(*splits.values())) == sum(map(len, splits.values()))
+    assert {task.split("/")[0] for tasks in splits.values() for task in tasks} == set(sciworld.TARGETS)
+    assert set(splits["train"]) < set(SciWorld.tasks("train")) and set(splits["valid"]) < set(SciWorld.tasks("valid"))
+    for split, tasks in splits.items():     # by the gold path, which the split is not made from
+        for task in tasks[::25]:
+            apart = [name for name in focused(task) if "elephant" in name or "parrot" in name]
+            assert bool(apart) == (split == "test"), (split, task, focused(task))
+
+
+@needs_simulator
+@pytest.mark.parametrize("held_out", ["unicorn", "elephant,unicorn", "elephant,,parrot", 3, "wolf"])
+def test_targets_that_no_task_asks_for_are_refused(held_out):
+    with pytest.raises(BadInput, match="brown bear, chameleon") as caught:
+        SciWorld.tasks("train", held_out=held_out)
+    assert "\n" not in str(caught.value)
 
 
 # --- an episode --------------------------------------------------------------------------------------------------

@@ -139,7 +139,22 @@ def test_evaluate_a_finished_run_and_a_bare_model(run, capsys):
     assert f"{last['success']:.3f}" in printed.splitlines()[-1] and "base model" in printed
     evaluate.main(["--env-options", "stages=1", "--temperature", "1", "--samples", "4", "--eval-episodes", "8"])
     printed = capsys.readouterr().out
-    assert "pass@4" in printed and "32" in printed and "adapter" not in printed
+    assert "pass@4" in printed and "32" in printed and "adapter" not in printed and "hinted" not in printed
+
+
+def test_evaluate_with_hints_beside_without(run, capsys):
+    """The game's hint names the action that is right: copying it is the warm start's task, so success is near 1."""
+    small = ["--env-options", "stages=1", "--eval-episodes", "32"]
+    evaluate.main(small)
+    standard = capsys.readouterr().out.splitlines()[-1]
+    evaluate.main([*small, "--enrich", "ag-always", "--hinted"])
+    _, plain, hinted = capsys.readouterr().out.splitlines()
+    note = "base model, hinted (ag-always): not the standard environment"
+    assert plain.split() == standard.split() and hinted.startswith(note)
+    assert float(plain.removeprefix("base model").split()[0]) < 0.7 < 0.9 < float(hinted.removeprefix(note).split()[0])
+    evaluate.main([str(run), "--enrich", "hybrid", "--enrich-late", "1,4", "--hinted", "--split", "valid"])
+    header, *rows = capsys.readouterr().out.splitlines()
+    assert header.startswith("valid tasks") and ["hinted (hybrid)" in row for row in rows] == [False, True, False, True]
 
 
 @pytest.mark.parametrize("algorithm", [grpo, dapo, gspo], ids=lambda module: module.__name__)
@@ -327,7 +342,7 @@ def test_overwrite_starts_again(tmp_path):
 
 @pytest.mark.parametrize("argv, word", [
     (["somewhere"], "no finished run"), (["--samples", "2"], "temperature"), (["--samples", "0"], "samples"),
-    (["--split", "dev"], "dev")])
+    (["--split", "dev"], "dev"), (["--hinted"], "--enrich"), (["--hinted", "--enrich", "ag-late", "--max-turns", "2"], "window")])
 def test_bad_input_to_evaluate(argv, word):
     with pytest.raises(BadInput, match=word):
         evaluate.main(argv)

@@ -1,0 +1,125 @@
+"""The policy's next action for each of a batch of prompts: plain Hugging Face `generate`, with the cache kept.
+
+    act = sampler(model, chat, temperature=1.0, max_new_tokens=32)
+    act([prompt_ids, ...]) -> [action_ids, ...];  act([]) when no episode goes on: the cache is let go
+
+An episode's next prompt mostly extends its last prompt and action, so only what is new has to be encoded; and the
+episodes of a group begin with one prompt, which is encoded once. Three things make that exact:
+
+1. A kept cache is a batch of columns with holes: pads of earlier turns, and tokens after an end. The attention mask
+   covers them, and `generate` counts positions along the mask, so a token's position is its place in its own episode.
+2. Rows are chosen by their ids: a prompt takes the cache of a row that it begins with, token by token, or none.
+3. That works where every layer attends to all earlier tokens. A recurrent or sliding-window layer would see the holes,
+   so for such a model every prompt is encoded anew (`keeps_cache`).
+
+The last sampled token of an action is never fed to the model by `generate`: it comes with the next prompt.
+"""
+import torch
+
+
+def keeps_cache(model) -> bool:
+    """Does every layer of the model attend to all earlier tokens?"""
+    kinds = getattr(model.config, "layer_types", None)
+    full = all(kind == "full_attention" for kind in kinds) if kinds else not getattr(model.config, "sliding_window", None)
+    return full and not getattr(model, "_is_stateful", False)  # stateful: with recurrent layers
+
+
+class Kept:
+    """The cache of N rows: `ids` of each row, and `real_NP`, 1 where a column of the cache holds a token of the row."""
+
+    def __init__(self, cache, ids, real_NP):
+        self.cache, self.real_NP = cache, real_NP
+        self.row_of = {tuple(row): n for n, row in enumerate(ids)}
+        self.lengths = sorted({len(row) for row in ids}, reverse=True)
+
+    def find(self, prompt):
+        """The row whose ids the prompt extends by at least one token, or None."""
+        for length in self.lengths:
+            if length < len(prompt) and (row := self.row_of.get(tuple(prompt[:length]))) is not None:
+                return row
+        return None
+
+
+def sampler(model, chat, *, temperature: float = 1.0, max_new_tokens: int = 32, keep_cache: bool = True):
+    """`act(prompts) -> action ids`; temperature 0 is greedy. The whole distribution is sampled: `model` comes from
+    `load_model`, which leaves no generation config that could cut it.
+
+    The weights may change between episodes, not within one: a kept cache is of the weights that made it.
+    """
+    from transformers import DynamicCache, GenerationConfig
+
+    how = {"do_sample": True, "temperature": float(temperature), "top_k": 0, "top_p": 1.0} if temperature > 0 \
+        else {"do_sample": False}
+    config = GenerationConfig(**how, max_new_tokens=max_new_tokens, eos_token_id=sorted(chat.end_ids),
+                              pad_token_id=chat.pad_id, repetition_penalty=1.0, num_beams=1)
+    causal = model.get_base_model() if hasattr(model, "get_base_model") else model
+    keep_cache, kept = keep_cache and keeps_cache(causal), None
+
+    def tensor(rows):
+        return torch.tensor(rows, device=model.device)
+
+    def encode_once(prompts):
+        """Kept of the different prompts among `prompts`, each without its last token, or None where all differ."""
+        different = [list(p[:-1]) for p in dict.fromkeys(map(tuple, prompts))]
+        if len(different) == len(prompts) or not all(different):
+            return None
+        ids_NP, real_NP = left_pad(different)
+        cache = DynamicCache(config=causal.config)
+        causal.base_model(input_ids=ids_NP, attention_mask=real_NP, position_ids=(real_NP.cumsum(1) - 1).clamp(min=0),
+                          use_cache=True, cache=cache)
+        return Kept(cache, different, real_NP)
+
+    def left_pad(rows):
+        width = max(map(len, rows))
+        return (tensor([[chat.pad_id] * (width - len(row)) + list(row) for row in rows]),
+                tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows]))
+
+    def generate(prompts):
+        """Action ids, and Kept for the next turn."""
+        past, found = kept, [kept.find(p) for p in prompts] if kept else []
+        if not any(row is not None for row in found):
+            past = encode_once(prompts) if keep_cache else None
+            found = [past.find(p) for p in prompts] if past else [None] * len(prompts)
+        elif past.real_NP.shape[1] > 2 * max(map(len, prompts)):  # mostly holes: episodes come and go
+            past, found = None, [None] * len(prompts)
+        cache, real_NP = DynamicCache(config=causal.config), tensor([[]] * len(prompts)).long()
+        starts = [0] * len(prompts)
+        if past:
+            cache, index = past.cache, tensor([row or 0 for row in found])
+            cache.batch_select_indices(index)
+            real_NP = past.real_NP[index] * tensor([[row is not None] for row in found])
+            starts = real_NP.sum(1).tolist()
+        new_NT, new_mask_NT = left_pad([p[start:] for p, start in zip(prompts, starts)])
+        mask_NT = torch.cat([real_NP, new_mask_NT], 1)
+        ids_NT = torch.cat([torch.full_like(real_NP, chat.pad_id), new_NT], 1)  # of what the cache holds only the width counts
+        width = ids_NT.shape[1]
+        out_NT = model.generate(input_ids=ids_NT, attention_mask=mask_NT, generation_config=config, cache=cache)[:, width:]
+        sampled = out_NT.tolist()
+        ends = [next((n + 1 for n, i in enumerate(row) if i in chat.end_ids), len(row)) for row in sampled]
+        actions = [row[:end] for row, end in zip(sampled, ends)]
+        if not keep_cache:
+            return actions, None
+        fed = out_NT.shape[1] - 1  # the last one is not in the cache
+        own_NT = tensor([[int(n < end) for n in range(fed)] for end in ends]).long().reshape(len(prompts), fed)
+        return actions, Kept(cache, [p + a for p, a in zip(prompts, actions)], torch.cat([mask_NT, own_NT], 1))
+
+    @torch.no_grad()
+    def act(prompts: list[list[int]]) -> list[list[int]]:
+        nonlocal kept
+        if not prompts:
+            kept = None
+            return []
+        training = model.training
+        model.eval()  # in training mode with activation checkpointing, generate would drop its cache
+        try:
+            actions, kept = generate(prompts)
+        except RuntimeError as error:
+            kept = None
+            if "probability tensor" not in str(error):
+                raise
+            raise FloatingPointError("the policy's probabilities are not finite") from error
+        finally:
+            model.train(training)
+        return actions
+
+    return act
