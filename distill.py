@@ -37,9 +37,6 @@ import torch
 from envs import BadInput
 
 
-MODEL = "tiny-keydoor-state"  # the built-in model of the built-in game, where there is one that follows a state
-
-
 # The equations
 
 def transitions(r0_N, r_prev_N, r_new_N) -> list[str]:
@@ -167,7 +164,7 @@ def choose_and_teach(loop, k, number, previous, state):
     owners = [i for i in chosen for _ in range(n)]
     weights = [0.0 if t.end == "env_error" else a_N[i].item() for t, i in zip(episodes, owners)]
     how = {"temperature": config.temperature, "micro_batch_tokens": config.micro_batch_tokens}
-    items = weigh(loop.policy(number), episodes, weights, loop.chat, state, history=config.history,
+    items = weigh(loop.policy(number), episodes, weights, loop.chat, state, place=config.state_place, history=config.history,
                   token_weights=config.token_weights, **how)
     if items:
         how |= {"sees_state": config.teacher_state, "top_k": config.top_k, "width": loop.vocabulary}
@@ -264,7 +261,7 @@ def rl_term(config):
 
 ARMS = {"mode": ("full", "state-only", "policy-only"), "select": ("both", "new", "persistent", "all", "random"),
         "token_weights": ("jsd", "uniform"), "label": ("gain", "success"), "rl_loss": ("grpo", "dapo", "gspo"),
-        "policy_gate": ("keep", "rise"), "editor": ("count", "model"), "teacher_bits": (0, 4, 16, 32),
+        "state_place": ("prompt", "observation"), "policy_gate": ("keep", "rise"), "editor": ("count", "model"), "teacher_bits": (0, 4, 16, 32),
         "enrich": ("none",), "tensorboard": (False,)}
 
 
@@ -289,7 +286,6 @@ def check(config):
 
 def main(argv=None):
     from dataclasses import dataclass
-    from pathlib import Path
 
     from rounds import run
     from train import Config, option, parse
@@ -302,6 +298,8 @@ def main(argv=None):
         steps: int = option(10, "batches per round of training (optimizer steps, times --minibatches)")
         # Phase I
         state: str = option("", "a file to start the state from (default: empty)")
+        state_place: str = option("", "prompt: after the system prompt (the paper's); observation: the entry that is about an "
+                                      "observation is quoted under it (default: prompt, with tiny: observation)")
         state_limit: int = option(4000, "characters of a state at most; an edit that goes over it is refused")
         reflection_batch: int = option(64, "training tasks played for reflection in a round")
         editor: str = option("count", "count: counts commands of the built-in game; model: a language model")
@@ -330,10 +328,10 @@ def main(argv=None):
         tasks_per_step: int = option(8, "groups per step, one task each")
 
     config = parse(DistillConfig, argv, description="The Experience Funnel (arXiv 2609.08919).")
+    if config.env == "keydoor" and not config.env_options:
+        config.env_options = ["colours=4"]  # a rule worth writing down: plain RL learns it badly
+    config.state_place = config.state_place or ("observation" if config.model == "tiny" else "prompt")
     check(config)
-    made_for_it = Path(__file__).parent / MODEL  # a model that has learned to follow a state
-    if (config.env, config.model) == ("keydoor", "tiny") and made_for_it.is_dir():
-        config.model = str(made_for_it)
     config.out = config.out or f"runs/{config.env}__distill__{config.mode}__{config.seed}"
     run(config)
 

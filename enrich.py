@@ -218,7 +218,7 @@ def train_context(config, batch, chat, model):
     if config.enrich_train_context == "as-sampled":
         return batch
     from learner import row_logps
-    from rollout import hint_free_rows
+    from rollout import rows_of, without_hints
 
     hinted, sampled_logps = [t for t in batch if any(turn.hint for turn in t.turns)], {}
     if config.enrich_train_context == "stripped-ratio":
@@ -226,7 +226,7 @@ def train_context(config, batch, chat, model):
                                   temperature=config.temperature, micro_batch_tokens=config.micro_batch_tokens)
     stripped = {}
     for trajectory in hinted:
-        rows = hint_free_rows(trajectory, chat, config.history)
+        rows = rows_of(without_hints(trajectory), chat, config.history)
         if sampled_logps:  # the sampled tokens come in the same order, cut into rows in another way perhaps
             logps = iter([logp for row in trajectory.rows for logp, own in zip(sampled_logps[id(row)], row.mask) if own])
             for row in rows:

@@ -72,6 +72,7 @@ def evaluate(act, chat, envs, tasks, *, samples: int = 1, **limits) -> dict:
 
 def table(env_name: str, rows, split: str = "test") -> str:
     """Text for the terminal: [(name, result of evaluate), ...]. Valid is the share of actions that were."""
+    rows = list(rows)
     width = max(36, *(len(name) for name, _ in rows))
     lines = [f"{f'{split} tasks, standard {env_name}':<{width}}  success  95 % interval    score  valid  episodes"]
     for name, r in rows:

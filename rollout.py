@@ -195,17 +195,22 @@ def add_turn(rows: list[Row], prompt_ids: list[int], action_ids: list[int]):
     rows[-1].mask += [0] * len(new) + [1] * len(action_ids)
 
 
-def hint_free_rows(trajectory, chat, history) -> list[Row]:
-    """The rows that a rollout without hints would have recorded, had it sampled the same ids."""
+def without_hints(trajectory) -> Trajectory:
+    """The trajectory as if no observation had carried a hint."""
     def cut(text, hint):
         return text.removesuffix(f"\n{hint}") if hint else text
 
-    turns = [replace(turn, observation=cut(turn.observation, following.hint))
-             for turn, following in zip(trajectory.turns, trajectory.turns[1:])]  # no prompt holds the last observation
-    first = cut(trajectory.first_observation, trajectory.turns[0].hint) if trajectory.turns else ""
+    hints = [turn.hint for turn in trajectory.turns]  # of the observation that a turn answers
+    turns = [replace(turn, observation=cut(turn.observation, following), hint=None)
+             for turn, following in zip(trajectory.turns, [*hints[1:], None])]  # no prompt holds the last observation
+    return replace(trajectory, first_observation=cut(trajectory.first_observation, hints[0] if hints else None), turns=turns)
+
+
+def rows_of(trajectory, chat, history) -> list[Row]:
+    """The rows that a rollout records which shows these observations and samples these ids."""
     rows = []
     for number, turn in enumerate(trajectory.turns):
-        so_far = replace(trajectory, first_observation=first, turns=turns[:number])
+        so_far = replace(trajectory, turns=trajectory.turns[:number])
         add_turn(rows, chat.prompt(messages_of(so_far, chat, history), so_far.tools), turn.action_ids)
     return rows
 

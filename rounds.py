@@ -23,8 +23,9 @@ import distill
 from envs import BadInput, make_env, parse_options
 from evaluate import evaluate, fixed_tasks, table
 from model import load_model
-from rollout import Chat, Request, refuse_if_nothing_fits, rollout, sampler
+from rollout import Chat, Request, refuse_if_nothing_fits, rollout
 from runs import append, episode_metrics, read, record, replace, run_folder, same_options, write_config
+from sampling import sampler
 from state import StateEnv, count_edits, entries, model_edits, read_state
 from teacher import check_tokenizer
 from train import load_policy, tasks_of
@@ -166,7 +167,7 @@ class Loop:
     def episodes(self, requests, state):
         """Play with the model as it is now, sampled."""
         act = sampler(self.model, self.chat, temperature=self.config.temperature, max_new_tokens=self.config.max_new_tokens)
-        played = rollout(act, self.chat, [StateEnv(env, state) for env in self.envs], requests, **self.limits)
+        played = rollout(act, self.chat, [StateEnv(env, state, self.config.state_place) for env in self.envs], requests, **self.limits)
         refuse_if_nothing_fits(played, self.config.max_context)
         if all(t.end == "env_error" for t in played):
             raise BadInput(f"the environment broke in every episode, last with {played[-1].error}; mend it, then --resume")
@@ -190,7 +191,7 @@ class Loop:
                           max_new_tokens=self.config.max_new_tokens)
             torch.manual_seed(self.config.seed)
             self.seen[split, number, state] = evaluate(
-                act, self.chat, [StateEnv(env, state) for env in self.envs],
+                act, self.chat, [StateEnv(env, state, self.config.state_place) for env in self.envs],
                 fixed_tasks(self.tasks[split], self.config.eval_episodes), **self.limits)
         return self.seen[split, number, state]
 

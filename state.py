@@ -17,6 +17,7 @@ import math
 import re
 import unicodedata
 from collections import Counter, defaultdict
+from dataclasses import replace
 from pathlib import Path
 
 from envs import BadInput, parse_action
@@ -26,17 +27,60 @@ OPS = {"append": ("content",), "insert_after": ("target", "content"), "replace":
 
 
 class StateEnv:
-    """Any environment with the state after its system prompt and a blank line. Everything else is the wrapped one's."""
+    """Any environment with the state in what the policy sees. Everything else is the wrapped one's. An empty state
+    changes nothing.
 
-    def __init__(self, env, state: str):
-        self.env, self.state = env, state
+    place  "prompt": the state stands after the system prompt and a blank line (the paper's). "observation", ours, for a
+           model too small to look a page up: an entry is quoted under each observation that it is about (`note_of`).
+    """
+
+    def __init__(self, env, state: str, place: str = "prompt"):
+        self.env, self.state, self.place = env, state, place
 
     def __getattr__(self, name):
         return getattr(self.env, name)
 
     @property
     def system_prompt(self):
-        return with_state(self.env.system_prompt, self.state)
+        return with_state(self.env.system_prompt, self.state if self.place == "prompt" else "")
+
+    def reset(self, **how):
+        return self._noted(*self.env.reset(**how))
+
+    def step(self, action):
+        observation, reward, terminated, truncated, info = self.env.step(action)
+        if not (terminated or truncated):
+            observation, info = self._noted(observation, info)
+        return observation, reward, terminated, truncated, info
+
+    def _noted(self, observation, info):
+        """As a hint of enrich.py: `info["hint"]` says what was put under the observation."""
+        note = note_of(self.state, observation) if self.place == "observation" else None
+        return (f"{observation}\n{note}", {**info, "hint": note}) if note else (observation, info)
+
+
+def situation(observation: str) -> str:
+    """What an entry calls an observation by: its first and its last line."""
+    lines = [line.strip() for line in observation.splitlines() if line.strip()] or [""]
+    return " ".join(dict.fromkeys((lines[0], lines[-1]))).removesuffix(".")
+
+
+def note_of(state: str, observation: str) -> str | None:
+    """The first entry "- situation: action." about this observation, as the hint that names the action; else None."""
+    for line in entries(state):
+        about, colon, action = bare(line).removesuffix(".").rpartition(": ")
+        if colon and about == situation(observation):
+            return f"Hint: {action}."  # the words of Env.phrase
+    return None
+
+
+def with_notes(trajectory, state: str):
+    """A trajectory without hints as it reads with the state in place "observation"."""
+    def noted(text):
+        return "\n".join(filter(None, (text, note_of(state, text))))
+
+    return replace(trajectory, first_observation=noted(trajectory.first_observation),
+                   turns=[replace(turn, observation=noted(turn.observation)) for turn in trajectory.turns])
 
 
 def with_state(system_prompt: str, state: str) -> str:
@@ -118,69 +162,63 @@ def edit_budget(round_, rounds, first=4, last=2) -> int:
 
 # The counting editor, for the built-in game
 
-ENTRY = re.compile(r"- (\w+) house, (\w+) door: (.+)\.")
-
-
 def count_edits(trajectories, state, budget, rejected=(), support=2):
-    """Edits by counting, no language model. At the door of one colour in one house, after which command did an episode
-    go on or succeed (good), after which did it end without success (bad)? Commands of one kind, that is of one first
-    word, are rivals. A command that is good in at least `support` episodes, and in a larger share than a rival that
-    failed as often, becomes an entry; an entry that does worse than a rival is replaced, one that only fails is deleted.
+    """Edits by counting, no language model. In a situation (the first and last line of an observation), after which action
+    did an episode go on or succeed (good), after which did it end without success (bad)? An action that is good in at least
+    `support` episodes, and in a larger share than rivals that failed as often, becomes an entry; an entry that does
+    worse than a rival is replaced, one that only fails is deleted.
 
-    It reads observations, actions and outcomes of episodes, and knows no rule. Mended entries come first, then what came
-    up in most episodes; what was rejected before comes last. An entry: "- ash house, red door: take iron key."
+    It reads observations, actions and outcomes of episodes, and knows no rule. It suits a game in which a wrong action ends
+    the episode. Mended entries come first, then what came up in most episodes; what was rejected before comes last. An
+    entry: "- You are in the ash house. The door here is red: take iron key."
     """
-    tally = defaultdict(lambda: defaultdict(Counter))  # (house, door, kind) -> command -> good, bad
-    for trajectory in trajectories:
-        house = re.search(r"in the (\w+) house", trajectory.first_observation)
+    from rollout import without_hints
+
+    tally = defaultdict(lambda: defaultdict(Counter))  # situation -> action -> good, bad
+    for trajectory in map(without_hints, trajectories):
         shown = [trajectory.first_observation, *(turn.observation for turn in trajectory.turns)]
         seen = set()  # an episode counts once, however often it does the same
         for number, (turn, observation) in enumerate(zip(trajectory.turns, shown), 1):
-            door, command = re.search(r"The door here is (\w+)", observation), parse_action(turn.action).lower()
-            if house and door and command and turn.valid:
+            action = parse_action(turn.action).lower()
+            if action and turn.valid:
                 good = number < len(trajectory.turns) or trajectory.success
-                seen.add(((house[1], door[1], command.split()[0]), command, "good" if good else "bad"))
-        for key, command, outcome in seen:
-            tally[key][command][outcome] += 1
+                seen.add((situation(observation), action, "good" if good else "bad"))
+        for about, action, outcome in seen:
+            tally[about][action][outcome] += 1
 
-    def share(key, command):
-        count = tally[key][command]
+    def share(about, action):
+        count = tally[about][action]
         return count["good"] / max(count["good"] + count["bad"], 1)
 
-    def best(key):
-        """The command that stands out among its rivals, or None."""
-        first = max(sorted(tally[key]), key=lambda command: (share(key, command), tally[key][command]["good"]))
-        failed = sum(count["bad"] for command, count in tally[key].items() if share(key, command) < share(key, first))
-        return first if tally[key][first]["good"] >= support and failed >= support else None
+    def best(about):
+        """The action that stands out among its rivals, or None."""
+        first = max(sorted(tally[about]), key=lambda action: (share(about, action), tally[about][action]["good"]))
+        failed = sum(count["bad"] for action, count in tally[about].items() if share(about, action) < share(about, first))
+        return first if tally[about][first]["good"] >= support and failed >= support else None
 
     ranked, known = [], set()
     for line in entries(state):
-        found = ENTRY.fullmatch(line)
-        if not found:
+        about, colon, action = bare(line).removesuffix(".").rpartition(": ")
+        if not colon:
             continue  # not an entry of this editor's
-        key, command = (found[1], found[2], found[3].split()[0]), found[3]
-        known.add(key)
-        if key not in tally or tally[key][command]["bad"] < support:
+        known.add(about)
+        if about not in tally or tally[about][action]["bad"] < support:
             continue
-        rival = best(key)
-        if rival and share(key, rival) > share(key, command):
-            edit = {"op": "replace", "target": line, "content": worded(key, rival)}
-        elif not tally[key][command]["good"]:
+        rival = best(about)
+        if rival and share(about, rival) > share(about, action):
+            edit = {"op": "replace", "target": line, "content": f"- {about}: {rival}."}
+        elif not tally[about][action]["good"]:
             edit = {"op": "delete", "target": line}
         else:
             continue
-        ranked.append((edit in rejected, 0, -tally[key][command]["bad"], line, edit))
-    for key in tally:
-        rival = best(key) if key not in known else None
+        ranked.append((edit in rejected, 0, -tally[about][action]["bad"], line, edit))
+    for about in list(tally):
+        rival = best(about) if about not in known else None
         if rival:
-            edit = {"op": "append", "content": worded(key, rival)}
-            often = sum(sum(count.values()) for count in tally[key].values())
+            edit = {"op": "append", "content": f"- {about}: {rival}."}
+            often = sum(sum(count.values()) for count in tally[about].values())
             ranked.append((edit in rejected, 1, -often, edit["content"], edit))
     return [edit for *_, edit in sorted(ranked, key=lambda item: item[:4])][:budget]
-
-
-def worded(key, command):
-    return f"- {key[0]} house, {key[1]} door: {command}."
 
 
 # The language model as editor

@@ -21,20 +21,24 @@ from torch.utils.checkpoint import checkpoint
 from distill import distill_loss, over_mean, state_response
 from envs import BadInput
 from learner import micro_batches, pad
-from rollout import Row, hint_free_rows
-from state import with_state, without_state
+from rollout import Row, rows_of, without_hints
+from state import with_notes, with_state, without_state
 
 CHUNK = 256  # tokens whose logits are held at once, some copies of [256, V] in fp32
 
 
-def both_rows(trajectory, chat, history, state):
+def both_rows(trajectory, chat, history, state, place="prompt"):
     """The trajectory's rows after the prompt with the state and after the one without: [(row, row), ...].
 
     Raises AssertionError unless they hold the same sampled tokens, row by row, and those are the ones that were sampled.
     """
-    plain = without_state(trajectory.system_prompt, state)
-    with_, without = (hint_free_rows(replace(trajectory, system_prompt=prompt), chat, history)
-                      for prompt in (with_state(plain, state), plain))
+    plain = without_hints(trajectory)
+    if place == "prompt":
+        plain = replace(plain, system_prompt=without_state(plain.system_prompt, state))
+        informed = replace(plain, system_prompt=with_state(plain.system_prompt, state))
+    else:
+        informed = with_notes(plain, state)
+    with_, without = (rows_of(t, chat, history) for t in (informed, plain))
     sampled = [[[i for i, own in zip(row.ids, row.mask) if own] for row in rows] for rows in (with_, without)]
     if sampled[0] != sampled[1] or sum(sampled[0], []) != [i for turn in trajectory.turns for i in turn.action_ids]:
         raise AssertionError("teacher and student do not score the same token ids")
@@ -68,14 +72,14 @@ def by_row(pairs, budget, compute):
     return parts
 
 
-def weigh(policy, trajectories, weights_N, chat, state, *, history="full", token_weights="jsd", temperature=1.0,
+def weigh(policy, trajectories, weights_N, chat, state, *, place="prompt", history="full", token_weights="jsd", temperature=1.0,
           micro_batch_tokens=8192):
     """Trajectories with a weight a_i above 0 -> items, still without a teacher: rows of both branches, weights a_i w_it.
 
     token_weights: "jsd" (Eqs. 6 and 7, on the policy's own two branches, whoever the teacher is) or "uniform" (w = 1).
     """
     chosen = [(t, float(a)) for t, a in zip(trajectories, weights_N) if a > 0 and t.turns]
-    pairs_N = [both_rows(t, chat, history, state) for t, _ in chosen]
+    pairs_N = [both_rows(t, chat, history, state, place) for t, _ in chosen]
 
     def responses(pairs):
         branches = [hidden(policy, rows, chat.pad_id).split(CHUNK) for rows in zip(*pairs)]
