@@ -22,7 +22,7 @@ from enrich import (STRATEGIES, EnrichedEnv, Schedule, feedback_kind, group_is_e
 from envs import BadInput, Env, make_env
 from envs.keydoor import KeyDoor
 from learner import row_logps, update
-from rollout import Chat, Request, hint_free_rows, rollout
+from rollout import Chat, Request, rollout, rows_of, without_hints
 from runs import read
 from train import Config, group_requests
 from warmstart import play as scripted_play
@@ -400,11 +400,11 @@ def gold_policy(chat):
 def test_stripped_rows_are_those_of_a_rollout_without_hints(word_chat, history):
     task = KeyDoor.tasks("train")[0]
     hinted, plain = both_ways(word_chat, KeyDoor, task, history, gold_policy(word_chat))
-    rows = hint_free_rows(hinted, word_chat, history)
+    rows = rows_of(without_hints(hinted), word_chat, history)
     assert rows == plain.rows != hinted.rows and all(turn.hint for turn in hinted.turns)
     words = {i for row in rows for i in row.ids}
     assert not words & set(word_chat.text_ids("Hint")) and set(word_chat.text_ids("Hint")) & {i for r in hinted.rows for i in r.ids}
-    assert hint_free_rows(plain, word_chat, history) == plain.rows
+    assert rows_of(without_hints(plain), word_chat, history) == plain.rows
     assert sum(sum(row.mask) for row in rows) == hinted.length
 
 
@@ -415,7 +415,7 @@ def test_stripped_rows_keep_the_sampled_ids_whatever_they_are(tokenizer, history
     answers = [[*chat.text_ids("ab a"), *chat.text_ids("b"), tokenizer.eos_token_id], list(chat.text_ids("no end")),
                [*chat.text_ids("hm"), *([chat.think_end] if chat.think_end else []), *chat.text_ids("go"), tokenizer.eos_token_id]]
     hinted, plain = both_ways(chat, Hinted, "wait wait wait win", history, answers)
-    assert hint_free_rows(hinted, chat, history) == plain.rows != hinted.rows
+    assert rows_of(without_hints(hinted), chat, history) == plain.rows != hinted.rows
     assert hinted.turns[1].hint == "Hint: go 1 <|im_end|> now."
 
 
@@ -424,7 +424,7 @@ def test_stripped_rows_keep_the_tools(qwen3):
     chat = Chat(qwen3)
     hinted, plain = both_ways(chat, lambda: make_env("bfcl", {"format": "native"}), "base/0", "full", gold_policy(chat),
                               max_turns=3, max_context=20_000)
-    assert hint_free_rows(hinted, chat, "full") == plain.rows != hinted.rows and hinted.success == plain.success
+    assert rows_of(without_hints(hinted), chat, "full") == plain.rows != hinted.rows and hinted.success == plain.success
 
 
 def hinted_batch(chat, history="full"):

@@ -6,10 +6,10 @@ import pytest
 
 from conftest import FakePolicy
 from envs import BadInput
-from envs.keydoor import COLOURS, HOUSES, METALS, KeyDoor, lock_metal
-from rollout import Chat, Request, rollout
-from state import (StateEnv, apply_edits, count_edits, edit_budget, model_edits, parse_edits, read_state, with_state,
-                   without_state)
+from envs.keydoor import METALS, KeyDoor, lock_metal
+from rollout import Chat, Request, Trajectory, Turn, rollout
+from state import (StateEnv, apply_edits, count_edits, edit_budget, model_edits, note_of, parse_edits, read_state,
+                   situation, with_state, without_state)
 
 STATE = "# Keys\n- ash house, red door: take iron key.\n- Look first."
 
@@ -89,15 +89,20 @@ def keydoor_episodes(number=60, env=None, **options):
         first, info = env.reset(task=tasks[n], seed=n)
         over = False
         while not over:
+            hint = info.get("hint")
             action = rng.choice(info["admissible"])
             observation, reward, over, _, info = env.step(action)
-            turns.append(SimpleNamespace(action=action, observation=observation, valid=True))
-        episodes.append(SimpleNamespace(first_observation=first, turns=turns, success=info["success"]))
+            turns.append(Turn([], [], action, observation, reward, True, "end", hint))
+        episodes.append(Trajectory(tasks[n], n, n, False, first_observation=first, turns=turns, success=info["success"]))
     return episodes
 
 
-RULES = {f"- {house} house, {door} door: {command}." for house in HOUSES for door in COLOURS for command in
-         (f"take {lock_metal(house, door)} key", f"unlock {door} door", f"open {door} door")}
+def rules(houses, doors):
+    """What the hidden rule and the order of the stages come to, one door each."""
+    return {f"- You are in the {house} house. The door here is {door}: take {lock_metal(house, door)} key."
+            for house in houses for door in doors} | {
+            f"- {done}. The door here is {door}: {verb} {door} door." for door in doors
+            for done, verb in (("Taken", "unlock"), ("Unlocked", "open"))}
 
 
 def test_the_counting_editor_finds_the_rule_in_episodes_alone(monkeypatch):
@@ -105,8 +110,7 @@ def test_the_counting_editor_finds_the_rule_in_episodes_alone(monkeypatch):
     for name in ("gold_action", "action_guidance", "observation_enrichment"):
         monkeypatch.setattr(KeyDoor, name, lambda self: pytest.fail("the editor asked for the solution"))
     edits = count_edits(episodes, "", 100)
-    assert {change["content"] for change in edits} == {rule for rule in RULES if rule.split()[1] in ("ash", "elm")
-                                                       and rule.split()[3] in ("red", "blue")}
+    assert {change["content"] for change in edits} == rules(("ash", "elm"), ("red", "blue"))
     assert ["take" in change["content"] for change in edits[:4]] == [True] * 4  # what comes up most often first
     assert count_edits(episodes, "", 3) == edits[:3]
     assert count_edits(episodes, "\n".join(change["content"] for change in edits), 100) == []  # nothing to mend
@@ -137,7 +141,48 @@ def test_the_counting_editor_replaces_and_deletes_what_failed():
 def test_the_counting_editor_tries_rejected_edits_last():
     episodes = keydoor_episodes(900, families=2, colours=2, commands=3)
     edits = count_edits(episodes, "", 100)
-    assert count_edits(episodes, "", 12, rejected=edits[:2]) == [*edits[2:], *edits[:2]] and len(edits) == 12
+    assert count_edits(episodes, "", 8, rejected=edits[:2]) == [*edits[2:], *edits[:2]] and len(edits) == 8
+
+
+NOTED = "- You are in the ash house. The door here is red: take iron key.\n- Taken. The door here is red: unlock red door."
+
+
+def test_an_entry_is_quoted_under_the_observations_it_is_about():
+    assert situation("Taken.\nCommands: open red door.\n\nThe door here is red.") == "Taken. The door here is red"
+    assert situation("The end.") == "The end" and situation("") == ""
+    first = "You are in the ash house.\nCommands: open blue door.\nThe door here is red."
+    assert note_of(NOTED, first) == "Hint: take iron key." == KeyDoor().phrase(["take iron key"])
+    assert note_of(NOTED, first.replace("red", "blue")) is None and note_of("", first) is None
+    assert note_of("- Look first.\n" + NOTED, first.replace("ash", "elm")) is None
+
+
+def test_quoting_changes_observations_alone():
+    plain, noted = KeyDoor(impossible=0.0), StateEnv(KeyDoor(impossible=0.0), NOTED, "observation")
+    assert noted.system_prompt == plain.system_prompt
+    seen = 0
+    for task in KeyDoor.tasks("train", impossible=0.0)[:20]:
+        (a, a_info), (b, b_info) = plain.reset(task=task, seed=1), noted.reset(task=task, seed=1)
+        while True:
+            note = note_of(NOTED, a)
+            assert b == (f"{a}\n{note}" if note else a) and b_info == {**a_info, **({"hint": note} if note else {})}
+            seen += note is not None
+            action = plain.gold_action()
+            (a, *a_rest, a_info), (b, *b_rest, b_info) = plain.step(action), noted.step(action)
+            assert a_rest == b_rest
+            if a_rest[1]:
+                assert a == b
+                break
+    assert seen > 10
+
+
+def test_the_counting_editor_does_not_read_its_own_notes():
+    def episodes(state):
+        return keydoor_episodes(300, StateEnv(KeyDoor(), state, "observation"))
+    for trajectory in episodes(NOTED):
+        for turn, following in zip(trajectory.turns, trajectory.turns[1:]):
+            assert (following.hint is None) == ("Hint:" not in turn.observation)
+    assert any(t.turns[0].hint for t in episodes(NOTED))
+    assert count_edits(episodes(NOTED), "", 100) == count_edits(episodes(""), "", 100)
 
 
 GOOD = '[{"op": "append", "content": "Look first."}, {"op": "delete", "target": "Old."}]'

@@ -10,7 +10,7 @@ from distill import distill_loss, state_response_weights
 from envs import BadInput
 from model import add_lora, make_optimizer
 from rollout import Chat, Request, Trajectory, Turn, rollout
-from state import StateEnv, with_state
+from state import StateEnv, situation, with_state
 
 STATE = "- ash house, red door: take iron key.\n- Look first."
 
@@ -49,8 +49,18 @@ def test_both_branches_score_the_same_ids_under_different_prompts(episodes, word
             assert pairs[0][0].ids == trajectory.rows[0].ids  # the branch that was sampled is what was sampled
 
 
+def test_both_branches_with_the_state_quoted_under_observations(word_chat):
+    state = f"- {situation(FakeEnv().reset(task='wait win', seed=0)[0])}: go."
+    noted, plain = (rollout(FakePolicy([7, 8, 2], [9, 2]), word_chat, [StateEnv(FakeEnv(), text, "observation")],
+                            [Request("wait win")], **LIMITS)[0] for text in (state, ""))
+    assert noted.turns[0].hint == "Hint: go." and plain.turns[0].hint is None
+    for trajectory in (noted, plain):  # whichever branch was sampled
+        (with_, without), = teacher.both_rows(trajectory, word_chat, "full", state, "observation")
+        assert (with_.ids, without.ids) == (noted.rows[0].ids, plain.rows[0].ids) and len(with_.ids) > len(without.ids)
+
+
 def test_other_ids_are_refused_at_run_time(episodes, word_chat, monkeypatch):
-    plain = teacher.hint_free_rows
+    plain = teacher.rows_of
 
     def tampered(trajectory, chat, history):
         rows = plain(trajectory, chat, history)
@@ -58,7 +68,7 @@ def test_other_ids_are_refused_at_run_time(episodes, word_chat, monkeypatch):
             rows[0].ids[rows[0].mask.index(1)] += 1
         return rows
 
-    monkeypatch.setattr(teacher, "hint_free_rows", tampered)
+    monkeypatch.setattr(teacher, "rows_of", tampered)
     with pytest.raises(AssertionError, match="same token ids"):
         teacher.both_rows(episodes[0], word_chat, "full", STATE)
 
