@@ -1,5 +1,6 @@
 """Experience Funnel: experience goes into a text, the state, and from the text into the weights. arXiv 2609.08919.
 
+    python distill.py --study --quick   # arms of the loop against each other (study.py)
     python distill.py                   # the whole loop on the built-in game and model, no network, minutes on a laptop
     from distill import transitions, selection_weights, state_response_weights, distill_loss    # needs torch alone
 
@@ -31,6 +32,7 @@ What the paper leaves open, and what is ours (docs/distill.md has the whole list
 """
 import math
 import random
+import sys
 
 import torch
 
@@ -285,6 +287,10 @@ def check(config):
 
 
 def main(argv=None):
+    argv = sys.argv[1:] if argv is None else argv
+    if "--study" in argv:
+        from study import distillation
+        return distillation([word for word in argv if word != "--study"])
     from dataclasses import dataclass
 
     from rounds import run
@@ -294,8 +300,8 @@ def main(argv=None):
     class DistillConfig(Config):
         # The loop
         mode: str = option("full", "full; state-only: never train; policy-only: no state, the RL term alone")
-        rounds: int = option(5, "rounds of state and policy")
-        steps: int = option(10, "batches per round of training (optimizer steps, times --minibatches)")
+        rounds: int = option(4, "rounds of state and policy")
+        steps: int = option(20, "batches per round of training (optimizer steps, times --minibatches)")
         # Phase I
         state: str = option("", "a file to start the state from (default: empty)")
         state_place: str = option("", "prompt: after the system prompt (the paper's); observation: the entry that is about an "
@@ -309,7 +315,7 @@ def main(argv=None):
         edits_first: int = option(4, "edits in the first round at most")
         edits_last: int = option(2, "edits in the last round at most (half a cosine between)")
         # Phase II
-        instances: int = option(64, "training tasks played without a state, with S_k and with S_k+1 in a round")
+        instances: int = option(128, "training tasks played without a state, with S_k and with S_k+1 in a round")
         outcomes_per_condition: int = option(1, "episodes per task and condition, whose mean return is R")
         label: str = option("gain", "gain: b = 1[R > R without a state] (Eq. 3); success: b = 1[most episodes succeed]")
         select: str = option("both", "both (01 and 11), new (01), persistent (11), all; ours: random, as many as both")

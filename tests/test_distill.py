@@ -151,7 +151,7 @@ def scripted_loop(outcomes, n=1, state="- S", **config):
     options = {"outcomes_per_condition": n, "instances": len(outcomes["free"]) // n, "label": "gain", "select": "both",
                "alpha": 1.0, "seed": 0, "on_policy": False, "temperature": 1.0, "micro_batch_tokens": 1, "history": "full",
                "token_weights": "jsd", "teacher": "self", "teacher_state": True, "top_k": 0} | config
-    return SimpleNamespace(play=play, played=played, config=SimpleNamespace(**options), vocabulary=9,
+    return SimpleNamespace(play=play, played=played, config=SimpleNamespace(state_place="prompt", **options), vocabulary=9,
                            stored=lambda k: None, chat=SimpleNamespace(pad_id=0),
                            draw=lambda what, size: [f"t{i}" for i in range(size)], policy=lambda number: None)
 
@@ -286,7 +286,8 @@ def helpful(monkeypatch):
     def success(self, split, number, state):
         self.policy(number)
         value = 0.1 + 0.1 * number + 0.05 * state.count("- ")
-        return {"success": value, "interval": [value, value], "episodes": 6, "score": value}
+        return {"success": value, "interval": [value, value], "episodes": 6, "score": value,
+                "valid_action_fraction": 1.0}
 
     monkeypatch.setattr(rounds.Loop, "success", success)
     script(monkeypatch)
@@ -450,7 +451,8 @@ def test_the_policy_gate_and_a_rejected_policy_is_gone(helpful, tmp_path, monkey
         model = self.policy(number)
         weights[self.now, number] = [p.detach().clone() for p in model.parameters() if p.requires_grad]
         value = 0.1 + (after - 0.1) * (number > 0) + 0.05 * state.count("- ")
-        return {"success": value, "interval": [value, value], "episodes": 6, "score": value}
+        return {"success": value, "interval": [value, value], "episodes": 6, "score": value,
+                "valid_action_fraction": 1.0}
 
     monkeypatch.setattr(rounds.Loop, "success", success)
     distill.main([*SMALL, "--out", str(tmp_path / "run"), "--rounds", "1", "--policy-gate", gate])
