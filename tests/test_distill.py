@@ -623,7 +623,8 @@ WORD = ["--env", "test_distill:Word", "--rounds", "1", "--steps", "12", "--rl-we
 @pytest.mark.parametrize("teacher_sees", [True, False])
 def test_what_the_state_says_goes_into_the_weights(obedient, tmp_path, monkeypatch, teacher_sees):
     monkeypatch.setattr(rounds, "count_edits", lambda *a: [edit("append", content="play go.")])
-    distill.main([*WORD, "--model", obedient, "--out", str(tmp_path / "run"), f"--{'' if teacher_sees else 'no-'}teacher-state"])
+    blind = [] if teacher_sees else ["--no-teacher-state"]
+    distill.main([*WORD, "--model", obedient, "--out", str(tmp_path / "run"), *blind])
     line, = read(tmp_path / "run" / "rounds.jsonl")
     assert line["state_accepted"] and line["labels"]["01"] == line["selected"] >= 6
     assert line["labels"]["11"] == line["labels"]["10"] == 0
@@ -641,6 +642,6 @@ def test_lines_quoted_in_the_docs_are_in_the_code():
     root = Path(distill.__file__).parent
     code = "".join((root / f"{name}.py").read_text() for name in ("distill", "teacher", "state", "rounds"))
     table = (root / "docs" / "distill.md").read_text().partition("## Paper ↔ line")[2].partition("\n## ")[0]
-    quoted = [part for part in re.findall(r"`([^`]+)`", table) if " = " in part or "return" in part or "=" in part]
+    quoted = [part for part in re.findall(r"`([^`]+)`", table) if len(part) > 20]  # longer than a name
     assert len(quoted) >= 10 and [part for part in quoted if part not in code] == []
     assert {str(n) for n in range(2, 10)} <= set(re.findall(r"Eq\. (\d)", code))
