@@ -114,6 +114,44 @@ def test_warm_start_on_gold_paths_teaches_the_way(tmp_path):
     assert read(tmp_path / "run" / "evaluations.jsonl")[0]["success"] >= 0.5  # step 0 on valid tasks
 
 
+def test_no_steps_is_the_warm_start_alone(tmp_path):
+    grpo.main([*SMALL, "--steps", "0", "--warm-start", "gold", "--warm-start-steps", "2", "--out", str(tmp_path / "run")])
+    rows = read(tmp_path / "run" / "evaluations.jsonl")
+    assert [(row["split"], row["policy"]) for row in rows] == [("valid", "trained"), ("test", "base"), ("test", "trained")]
+    assert read(tmp_path / "run" / "metrics.jsonl") == [] and (tmp_path / "run" / "adapter" / "adapter_config.json").exists()
+    evaluate.main([str(tmp_path / "run"), "--eval-episodes", "4"])
+
+
+class Asking(Env):
+    """The first answer is invalid in every second task; what cannot be done is asked in the task "moon"."""
+    max_turns = 2
+
+    def reset(self, *, task, seed):
+        self.task, self.turn = task, 0
+        return "go", {}
+
+    def step(self, action):
+        self.turn += 1
+        over, moon = self.turn == 2, self.task == "moon/0"
+        info = {"success": over and self.task != "car/0", "valid": self.turn == 2 or self.task != "cart/0"}
+        return "on", float(over), over, False, info | ({"abstain_turns": 1, "abstained": int(self.turn == 2)} if moon else {})
+
+
+def test_evaluations_tell_clean_success_abstention_and_success_by_name(tmp_path):
+    from rollout import Request, rollout
+    from runs import episode_metrics
+    from train import load_policy, parse
+    _, chat = load_policy(parse(train.Config, []), {})
+    tasks, act = ["moon/0", "car/0", "cart/0", "cart/1"], lambda prompts: [[5] for _ in prompts]
+    result = evaluate.evaluate(act, chat, [Asking() for _ in range(3)], tasks, max_turns=2)
+    assert (result["success"], result["clean_success"]) == (0.75, 0.5)
+    assert (result["abstain_turns"], result["abstained"]) == (1, 1)
+    assert result["success_by_name"] == {"moon": 1.0, "car": 0.0, "cart": 1.0}
+    assert "abstain_turns" not in evaluate.evaluate(act, chat, [Asking()], tasks[1:], max_turns=2)
+    played = rollout(act, chat, [Asking()], [Request(task) for task in tasks], max_turns=2)
+    assert episode_metrics(played, 1)["abstention"] == 1.0 and "abstention" not in episode_metrics(played[1:], 1)
+
+
 def test_training_can_start_from_an_adapter(run, tmp_path):
     grpo.main([*SMALL, "--out", str(tmp_path / "run"), "--adapter", str(run / "adapter")])
     before = [row for row in read(run / "evaluations.jsonl") if row["split"] == "valid"][-1]["success"]
