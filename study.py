@@ -7,8 +7,8 @@
     python study.py results/keydoor-enrich hybrid    # its table again, with differences to another arm
 
 An arm is a strategy of enrich.py, with modifiers behind plus signs (MODIFIERS; key=value is an option of the environment);
-"supervised" is no reinforcement at all, but supervised training on known solutions, tasks-per-step × group rows in each of
-as many steps. For distill.py an arm is one of DISTILL_ARMS. Every run is a process of
+"supervised" is no reinforcement at all, but supervised training on known solutions: as many optimizer steps, and as many
+rows in each as the others play episodes. For distill.py an arm is one of DISTILL_ARMS. Every run is a process of
 its own, in runs/<name>/<arm>__<seed>/. A run that is finished is not done again, so a study that was stopped goes on where
 it was.
 
@@ -246,8 +246,9 @@ def enrichment(argv):
         settings = [m for m in modifiers if "=" in m]
         modifiers = [m for m in modifiers if m not in settings]
         if arm == "supervised" and not config.warm_start:
-            return ["--steps", "0", "--warm-start", "gold", "--warm-start-steps", str(config.steps), "--warm-start-lr",
-                    str(config.lr), "--warm-start-batch", str(config.tasks_per_step * config.group)]
+            return ["--steps", "0", "--warm-start", "gold", "--warm-start-steps", str(config.steps * config.minibatches),
+                    "--warm-start-lr", str(config.lr), "--warm-start-batch",
+                    str(max(1, config.tasks_per_step * config.group // config.minibatches))]
         if strategy not in STRATEGIES or not set(modifiers) <= set(MODIFIERS):
             raise BadInput(f"unknown arm {arm!r}: a strategy ({', '.join(STRATEGIES)}), with modifiers as in {strategy}+mixed "
                            f"({', '.join(MODIFIERS)}, or an environment's key=value), or, without --warm-start, supervised")

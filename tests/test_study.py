@@ -125,10 +125,11 @@ def test_the_study_of_distillation(fake):
 
 
 def test_supervised_has_as_many_steps(fake):
-    study.enrichment(["--arms", "none", "supervised", "--seeds", "1", "--steps", "7", "--tasks-per-step", "3", "--group", "5"])
+    study.enrichment(["--arms", "none", "supervised", "--seeds", "1", "--steps", "7", "--tasks-per-step", "3", "--group", "5",
+                      "--minibatches", "2"])
     options = json.loads((fake / "results" / "keydoor-grpo-enrich" / "study.json").read_text())["arms"]["supervised"]["options"]
-    assert options[-10:] == ["--steps", "0", "--warm-start", "gold", "--warm-start-steps", "7", "--warm-start-lr", "0.001",
-                             "--warm-start-batch", "15"]
+    assert options[-10:] == ["--steps", "0", "--warm-start", "gold", "--warm-start-steps", "14", "--warm-start-lr", "0.001",
+                             "--warm-start-batch", "7"]
 
 
 @pytest.mark.parametrize("argv, says", [
