@@ -119,7 +119,7 @@ def summary(about: dict, arms: dict, results: dict) -> dict:
     baseline, study = next(iter(arms)), {**about, "arms": {}}
     for arm, runs in results.items():
         entry = {"options": arms[arm], "runs": runs}
-        for key in ("final", "valid", "peak", "clean", "success_hinted", "final_with_state"):
+        for key in ("final", "valid", "peak", "clean", "success_hinted", "success_plain", "final_with_state"):
             values = [run[key] for run in runs if run.get(key) is not None]
             if values:
                 entry[key] = {"mean": statistics.fmean(values), "std": statistics.stdev(values) if len(values) > 1 else 0.0}
@@ -134,7 +134,7 @@ def table(study, baseline=None) -> str:
     baseline = baseline or next(iter(study["arms"]))
     arms, asks = study["arms"], any("abstain_turns" in run for arm in study["arms"].values() for run in arm["runs"])
     columns = {"final": "final", "valid": "the same on valid tasks", "peak": "peak", "clean": "final without an invalid action", "success_hinted":
-               "with hints, at the end of training", "final_with_state": "final with the state"}
+               "training episodes with hints, at the end", "success_plain": "without", "final_with_state": "final with the state"}
     columns = {key: title for key, title in columns.items() if any(key in arm for arm in arms.values())}
     head = ["arm", *columns.values(), f"final − {baseline} [95 %], p", "", *(["abstained"] if asks else [])]
     lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
