@@ -133,8 +133,9 @@ def table(study, baseline=None) -> str:
     """Markdown, with differences to the arm `baseline` (default: the first)."""
     baseline = baseline or next(iter(study["arms"]))
     arms, asks = study["arms"], any("abstain_turns" in run for arm in study["arms"].values() for run in arm["runs"])
-    columns = {"final": "final", "valid": "the same on valid tasks", "peak": "peak", "clean": "final without an invalid action", "success_hinted":
-               "training episodes with hints, at the end", "success_plain": "without", "final_with_state": "final with the state"}
+    columns = {"final": "final", "valid": "the same on valid tasks", "peak": "peak", "clean": "final without an invalid action",
+               "success_hinted": "training episodes with hints, at the end", "success_plain": "without",
+               "final_with_state": "final with the state"}
     columns = {key: title for key, title in columns.items() if any(key in arm for arm in arms.values())}
     head = ["arm", *columns.values(), f"final − {baseline} [95 %], p", "", *(["abstained"] if asks else [])]
     lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
