@@ -263,7 +263,8 @@ def rl_term(config):
 
 ARMS = {"mode": ("full", "state-only", "policy-only"), "select": ("both", "new", "persistent", "all", "random"),
         "token_weights": ("jsd", "uniform"), "label": ("gain", "success"), "rl_loss": ("grpo", "dapo", "gspo"),
-        "state_place": ("prompt", "observation"), "policy_gate": ("keep", "rise"), "editor": ("count", "model"), "teacher_bits": (0, 4, 16, 32),
+        "state_place": ("prompt", "observation"), "policy_gate": ("keep", "rise"), "editor": ("count", "model"),
+        "teacher_bits": (0, 4, 16, 32),
         "enrich": ("none",), "tensorboard": (False,)}
 
 
@@ -304,8 +305,8 @@ def main(argv=None):
         steps: int = option(20, "batches per round of training (optimizer steps, times --minibatches)")
         # Phase I
         state: str = option("", "a file to start the state from (default: empty)")
-        state_place: str = option("", "prompt: after the system prompt (the paper's); observation: the entry that is about an "
-                                      "observation is quoted under it (default: prompt, with tiny: observation)")
+        state_place: str = option("", "prompt: after the system prompt; observation, ours: an entry is quoted under the "
+                                      "observation that it is about (default: prompt, with tiny: observation)")
         state_limit: int = option(4000, "characters of a state at most; an edit that goes over it is refused")
         reflection_batch: int = option(64, "training tasks played for reflection in a round")
         editor: str = option("count", "count: counts commands of the built-in game; model: a language model")

@@ -219,7 +219,8 @@ def rollout(act, chat: Chat, envs: list, requests: list[Request], *, max_turns: 
             max_context: int = 2048, history: str = "full") -> list[Trajectory]:
     """Play every request, at most len(envs) at a time; results in the order of the requests.
 
-    act: `act(prompts) -> sampled ids` for a batch of prompts (see sampling.py); `act([])` says that no episode goes on. max_turns: actions per episode.
+    act: `act(prompts) -> sampled ids` for a batch of prompts (see sampling.py); `act([])` says that no episode goes on.
+    max_turns: actions per episode.
     max_context: tokens of prompt and action together. history: "full" keeps the conversation, "window:2" rebuilds each
     prompt from the first observation, all past actions and the last 2 observations. An exception inside an environment,
     or an answer that is not of the contract's types, ends that episode alone: end "env_error", reward NaN.

@@ -167,7 +167,8 @@ class Loop:
     def episodes(self, requests, state):
         """Play with the model as it is now, sampled."""
         act = sampler(self.model, self.chat, temperature=self.config.temperature, max_new_tokens=self.config.max_new_tokens)
-        played = rollout(act, self.chat, [StateEnv(env, state, self.config.state_place) for env in self.envs], requests, **self.limits)
+        envs = [StateEnv(env, state, self.config.state_place) for env in self.envs]
+        played = rollout(act, self.chat, envs, requests, **self.limits)
         refuse_if_nothing_fits(played, self.config.max_context)
         if all(t.end == "env_error" for t in played):
             raise BadInput(f"the environment broke in every episode, last with {played[-1].error}; mend it, then --resume")

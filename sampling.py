@@ -91,7 +91,7 @@ def sampler(model, chat, *, temperature: float = 1.0, max_new_tokens: int = 32, 
             starts = real_NP.sum(1).tolist()
         new_NT, new_mask_NT = left_pad([p[start:] for p, start in zip(prompts, starts)])
         mask_NT = torch.cat([real_NP, new_mask_NT], 1)
-        ids_NT = torch.cat([torch.full_like(real_NP, chat.pad_id), new_NT], 1)  # of what the cache holds only the width counts
+        ids_NT = torch.cat([torch.full_like(real_NP, chat.pad_id), new_NT], 1)  # of cached columns only the width counts
         width = ids_NT.shape[1]
         out_NT = model.generate(input_ids=ids_NT, attention_mask=mask_NT, generation_config=config, cache=cache)[:, width:]
         sampled = out_NT.tolist()

@@ -70,7 +70,8 @@ def read_run(folder) -> dict | None:
            "valid": curve[-1][1] if curve else None,
            "peak": max([success for _, success in curve], default=None), "clean": final["clean_success"],
            "commit": about(folder)["commit"]}
-    with_state = [row["success"] for row in read(folder / "evaluations.jsonl") if row.get("state") and row["split"] == "test"]
+    with_state = [row["success"] for row in read(folder / "evaluations.jsonl")
+                  if row.get("state") and row["split"] == "test"]
     if with_state:
         run["final_with_state"] = with_state[-1]
     for key in ("abstained", "abstain_turns"):
@@ -96,7 +97,8 @@ def run_all(program, arms, seeds, folder, jobs):
         command, started = [sys.executable, str(HERE / program), *words, "--out", str(run)], time.perf_counter()
         command += ["--overwrite"] if run.exists() else []
         with open(run.with_name(run.name + ".log"), "w") as log:
-            code = subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, env={"OMP_NUM_THREADS": "1", **os.environ}).returncode
+            code = subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, check=False,
+                                  env={"OMP_NUM_THREADS": "1", **os.environ}).returncode
         figures = read_run(run) if code == 0 else None
         if figures is None:
             raise BadInput(f"{arm}, seed {seed}, failed: see {log.name}; what is finished is kept, run the study again")
@@ -143,9 +145,11 @@ def table(study, baseline=None) -> str:
         cells = [f"`{name}`"]
         cells += [f"{arm[key]['mean']:.3f} ± {arm[key]['std']:.3f}" if key in arm else "" for key in columns]
         d = paired([run["final"] - other["final"] for run, other in zip(arm["runs"], arms[baseline]["runs"])])
-        cells += [f"{d['mean']:+.3f} [{d['low']:+.3f}, {d['high']:+.3f}], {d['p']:.3f}", verdict(d)] if name != baseline else ["", ""]
+        difference = f"{d['mean']:+.3f} [{d['low']:+.3f}, {d['high']:+.3f}], {d['p']:.3f}"
+        cells += [difference, verdict(d)] if name != baseline else ["", ""]
         if asks:
-            cells.append("{} of {}".format(*(sum(run.get(key, 0) for run in arm["runs"]) for key in ("abstained", "abstain_turns"))))
+            asked = [sum(run.get(key, 0) for run in arm["runs"]) for key in ("abstained", "abstain_turns")]
+            cells.append("{} of {}".format(*asked))
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
@@ -162,8 +166,8 @@ def draw(study, path):
         colour, style = f"C{number % 10}", ("-", "--")[number // 10 % 2]
         curves = [run["curve"] for run in arm["runs"]]
         if min(map(len, curves)) > 1:
-            left.plot([step for step, _ in curves[0]], [statistics.fmean(point[1] for point in points) for points in zip(*curves)],
-                      color=colour, linestyle=style, label=name)
+            means = [statistics.fmean(success for _, success in points) for points in zip(*curves)]
+            left.plot([step for step, _ in curves[0]], means, color=colour, linestyle=style, label=name)
         right.plot([run["final"] for run in arm["runs"]], [number] * len(arm["runs"]), "o", color=colour, alpha=0.5)
         right.plot([arm["final"]["mean"]], [number], "|", color="black", markersize=14)
     left.set(xlabel="training step", ylabel="success on valid tasks, without hints", ylim=(-0.02, 1.02))
@@ -189,8 +193,7 @@ def parse_study(argv, arms, algorithms=()):
     """(the study's own options, the words for every run)."""
     import argparse
 
-    parser = argparse.ArgumentParser(allow_abbrev=False, description="Arms × seeds at equal steps. Every other option goes to "
-                                     "every run.")
+    parser = argparse.ArgumentParser(allow_abbrev=False, description="Arms × seeds at equal steps. Other options go to each run.")
     parser.add_argument("--arms", nargs="+", default=arms, help="the first is the baseline (default: %(default)s)")
     parser.add_argument("--seeds", type=int, default=5, help="runs of each arm: seeds 0, 1, ...")
     parser.add_argument("--jobs", type=int, default=1, help="runs at the same time, a core each")
@@ -251,7 +254,7 @@ def enrichment(argv):
                     "--warm-start-lr", str(config.lr), "--warm-start-batch",
                     str(max(1, config.tasks_per_step * config.group // config.minibatches))]
         if strategy not in STRATEGIES or not set(modifiers) <= set(MODIFIERS):
-            raise BadInput(f"unknown arm {arm!r}: a strategy ({', '.join(STRATEGIES)}), with modifiers as in {strategy}+mixed "
+            raise BadInput(f"unknown arm {arm!r}: a strategy ({', '.join(STRATEGIES)}), with modifiers as in hybrid+mixed "
                            f"({', '.join(MODIFIERS)}, or an environment's key=value), or, without --warm-start, supervised")
         schedule_of(dataclasses.replace(config, enrich=strategy))  # raises BadInput
         keep = [o for o in config.env_options if o.partition("=")[0] not in [m.partition("=")[0] for m in settings]]
@@ -283,7 +286,8 @@ def distillation(argv):
 def main(argv=None):
     argv = sys.argv[1:] if argv is None else argv
     if len(argv) not in (1, 2) or not (Path(argv[0]) / "study.json").is_file():
-        raise BadInput("usage: python study.py results/NAME [ARM], a folder with a study.json; to run one: python enrich.py --study")
+        raise BadInput("usage: python study.py results/NAME [ARM], a folder with a study.json; to run one: "
+                       "python enrich.py --study")
     study = json.loads((Path(argv[0]) / "study.json").read_text())
     if len(argv) == 2 and argv[1] not in study["arms"]:
         raise BadInput(f"{argv[0]} has no arm {argv[1]!r}; it has: {', '.join(study['arms'])}")

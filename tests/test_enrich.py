@@ -393,7 +393,7 @@ def both_ways(chat, make, task, history, answers, **limits):
 
 
 def gold_policy(chat):
-    return lambda env: lambda prompts: [[*chat.text_ids(env.gold_action()), chat.tokenizer.eos_token_id]]
+    return lambda env: lambda prompts: [[*chat.text_ids(env.gold_action()), chat.tokenizer.eos_token_id] for _ in prompts]
 
 
 @pytest.mark.parametrize("history", ["full", "window:1", "window:2"])
