@@ -4,8 +4,7 @@
         states/000.md ...       the state after each round; a file edited by hand is what the next round starts from
         policies/000/ ...       each committed policy's adapter in PEFT's format; 000 is the one before round 1
         phases/001-state.json   what a finished phase found: --resume goes on after the last of them
-        rounds.jsonl, evaluations.jsonl     made from these
-        metrics.jsonl, rollouts.jsonl       one line a batch, one line an episode
+        rounds.jsonl, evaluations.jsonl     made from these; metrics.jsonl: a line a batch, rollouts.jsonl: one an episode
         adapter/, curve.png     the last committed policy, the picture
 
 A phase is deterministic given (config, what earlier phases left), and everything it leaves is renamed into place before
@@ -157,18 +156,19 @@ class Loop:
     # Episodes
 
     def draw(self, what, size):
-        """Training tasks of one use, without repetition."""
-        tasks = self.tasks["train"]
-        return random.Random(f"{what} {self.config.seed}").sample(tasks, min(size, len(tasks)))
+        """Training tasks of one use, each once."""
+        return random.Random(f"{what} {self.config.seed}").sample(self.tasks["train"], min(size, len(self.tasks["train"])))
 
     def seed(self, what):
         torch.manual_seed(random.Random(f"sampling {self.config.seed} {self.now} {what}").randrange(2 ** 31))
 
+    def under(self, state):
+        return [StateEnv(env, state, self.config.state_place) for env in self.envs]
+
     def episodes(self, requests, state):
         """Play with the model as it is now, sampled."""
         act = sampler(self.model, self.chat, temperature=self.config.temperature, max_new_tokens=self.config.max_new_tokens)
-        envs = [StateEnv(env, state, self.config.state_place) for env in self.envs]
-        played = rollout(act, self.chat, envs, requests, **self.limits)
+        played = rollout(act, self.chat, self.under(state), requests, **self.limits)
         refuse_if_nothing_fits(played, self.config.max_context)
         if all(t.end == "env_error" for t in played):
             raise BadInput(f"the environment broke in every episode, last with {played[-1].error}; mend it, then --resume")
@@ -191,9 +191,8 @@ class Loop:
             act = sampler(model, self.chat, temperature=self.config.eval_temperature,
                           max_new_tokens=self.config.max_new_tokens)
             torch.manual_seed(self.config.seed)
-            self.seen[split, number, state] = evaluate(
-                act, self.chat, [StateEnv(env, state, self.config.state_place) for env in self.envs],
-                fixed_tasks(self.tasks[split], self.config.eval_episodes), **self.limits)
+            tasks = fixed_tasks(self.tasks[split], self.config.eval_episodes)
+            self.seen[split, number, state] = evaluate(act, self.chat, self.under(state), tasks, **self.limits)
         return self.seen[split, number, state]
 
     def evaluation(self, round_, split, number, state, policy="trained", **more):
