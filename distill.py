@@ -142,7 +142,7 @@ def evolve_state(loop, k, number, state):
 
 def choose_and_teach(loop, k, number, previous, state):
     """Three conditions, labels, weights, the teacher's log-probs onto the disk. Returns what is logged."""
-    from teacher import consult, save, weigh
+    from teacher import consult, mark, save, weigh
 
     config, n = loop.config, loop.config.outcomes_per_condition
     tasks = loop.draw(f"instances {k}", config.instances)
@@ -169,6 +169,7 @@ def choose_and_teach(loop, k, number, previous, state):
     items = weigh(loop.policy(number), episodes, weights, loop.chat, state, place=config.state_place, history=config.history,
                   token_weights=config.token_weights, **how)
     if items:
+        mark(loop.policy(number), items, loop.chat, config.top_k, **how)
         how |= {"sees_state": config.teacher_state, "top_k": config.top_k, "width": loop.vocabulary}
         if config.teacher == "self":
             consult(loop.policy(number), items, loop.chat.pad_id, **how)
@@ -326,7 +327,7 @@ def main(argv=None):
         teacher: str = option("self", "self (Eq. 5), none (the RL term alone), or a model on the hub or a folder")
         teacher_state: bool = option(True, "the teacher sees S_k+1")
         teacher_bits: int = option(0, "weights of another teacher or editor: 4, 16, 32 (0: as --bits)")
-        top_k: int = option(0, "store the teacher's K most likely tokens and one bucket for all others (0: all tokens)")
+        top_k: int = option(0, "store K tokens, the policy's and teacher's likeliest, and one bucket of others (0: all)")
         distill_weight: float = option(1.0, "lambda of Eq. 9")
         distill_batch: int = option(32, "trajectories distilled per optimizer step")
         rl_loss: str = option("grpo", "the RL term: grpo, dapo or gspo")

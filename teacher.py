@@ -1,13 +1,12 @@
 """The teacher of the Experience Funnel: its distributions after the sampled tokens, computed first and stored.
 
     items = weigh(policy, trajectories, ...)       # Eqs. 6 and 7, by the policy's two branches
-    consult(teacher, items, ...); save(items, path)      # then the teacher can be freed
+    mark(policy, items, ...); consult(teacher, items, ...); save(items, path)     # then the teacher can be freed
     distill(student, items, ...)                   # Eq. 8's gradient from what was stored
 
 Teacher and student read the same sampled tokens after different prompts, with and without the state. What is stored of
-the teacher are the log-probs of the whole vocabulary, or of its K most likely tokens and one bucket for all others: K + 1
-numbers a token instead of 151,936. The KL over buckets is never above the full one, and near it where the teacher's K
-tokens hold the student's mass too.
+the teacher are the log-probs of the whole vocabulary, or of K tokens, the student's and the teacher's most likely ones,
+and one bucket for all others: K + 1 numbers a token instead of 151,936. The KL over buckets is never above the full one.
 
 An item is one trajectory: "rows", [(ids, mask), ...] of the student, without the state; for its T sampled tokens, row
 after row, "weights" [T], a_i w_it of Eq. 8, "top" [T, K] (K = 0: the whole vocabulary) and "logp" [T, K + 1 or V].
@@ -72,8 +71,8 @@ def by_row(pairs, budget, compute):
     return parts
 
 
-def weigh(policy, trajectories, weights_N, chat, state, *, place="prompt", history="full", token_weights="jsd", temperature=1.0,
-          micro_batch_tokens=8192):
+def weigh(policy, trajectories, weights_N, chat, state, *, place="prompt", history="full", token_weights="jsd",
+          temperature=1.0, micro_batch_tokens=8192):
     """Trajectories with a weight a_i above 0 -> items, still without a teacher: rows of both branches, weights a_i w_it.
 
     token_weights: "jsd" (Eqs. 6 and 7, on the policy's own two branches, whoever the teacher is) or "uniform" (w = 1).
@@ -103,15 +102,39 @@ def buckets(logits_NV, top_NK):
     return torch.cat([logits_NV.gather(1, top_NK), others_N1], 1)
 
 
+def mark(policy, items, chat, top_k, *, temperature=1.0, micro_batch_tokens=8192):
+    """Put half of the K tokens that are stored into the items: the policy's own most likely ones without the state. The
+    reverse KL weighs a token by the student's probability, so it needs these as much as the teacher's."""
+    if not top_k:
+        return
+    rows = [(Row(*row),) for item in items for row in item["rows"]]
+    width = len(chat.tokenizer)  # every teacher has these
+
+    def answers(rows):
+        return (torch.cat([logits(policy, part, temperature, width).topk(min(top_k, width - 1) // 2).indices.int()
+                           for part in hidden(policy, [row for row, in rows], chat.pad_id).split(CHUNK)]),)
+
+    found = iter(by_row(rows, micro_batch_tokens, answers))
+    for item in items:
+        item["own"] = torch.cat([next(found)[0] for _ in item["rows"]])
+
+
 def consult(teacher, items, pad_id, *, sees_state=True, top_k=0, width=None, temperature=1.0, micro_batch_tokens=8192):
-    """Put the teacher's log-probs into the items. width: the student's vocabulary, where the teacher's may be larger."""
-    rows = [(Row(*row),) for item in items for row in item["state_rows" if sees_state else "rows"]]
+    """Put the teacher's log-probs into the items, of the tokens of `mark` and the teacher's own most likely other ones.
+    width: the student's vocabulary, where the teacher's may be larger."""
+    rows = []
+    for item in items:
+        own = item.pop("own", torch.zeros(len(item["weights"]), 0, dtype=torch.int))
+        own = own.split([sum(mask) for _, mask in item["rows"]])
+        rows += [(Row(*row), part) for row, part in zip(item["state_rows" if sees_state else "rows"], own)]
 
     def answers(rows):
         found = []
-        for part in hidden(teacher, [row for row, in rows], pad_id).split(CHUNK):
+        own_NK = torch.cat([own for _, own in rows]).long().to(teacher.device)
+        for part, own in zip(hidden(teacher, [row for row, _ in rows], pad_id).split(CHUNK), own_NK.split(CHUNK)):
             logits_NV = logits(teacher, part, temperature, width)
-            top_NK = logits_NV.topk(min(top_k, logits_NV.shape[1] - 1)).indices
+            others = min(top_k, logits_NV.shape[1] - 1) - own.shape[1]
+            top_NK = torch.cat([own, logits_NV.scatter(1, own, -torch.inf).topk(others).indices], 1)
             found.append((top_NK.int(), buckets(logits_NV, top_NK).log_softmax(1)))
         return tuple(map(torch.cat, zip(*found)))
 

@@ -275,7 +275,8 @@ def test_residual_state_keeps_what_is_needed(tmp_path):
 # The loop, on the built-in game and model
 
 SMALL = ["--rounds", "2", "--steps", "2", "--tasks-per-step", "2", "--group", "2", "--instances", "6",
-         "--reflection-batch", "12", "--eval-episodes", "6", "--num-envs", "12", "--distill-batch", "4", "--env-options", "stages=1", "commands=3"]
+         "--reflection-batch", "12", "--eval-episodes", "6", "--num-envs", "12", "--distill-batch", "4",
+         "--env-options", "stages=1", "commands=3"]
 ROOT_TINY = str(distill.__file__).replace("distill.py", "tiny-keydoor")
 SMALL += ["--model", ROOT_TINY]
 

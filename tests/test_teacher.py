@@ -10,6 +10,7 @@ from distill import distill_loss, state_response_weights
 from envs import BadInput
 from model import add_lora, make_optimizer
 from rollout import Chat, Request, Trajectory, Turn, rollout
+from sampling import sampler
 from state import StateEnv, situation, with_state
 
 STATE = "- ash house, red door: take iron key.\n- Look first."
@@ -92,6 +93,7 @@ def test_only_what_is_selected_is_stored_and_uniform_weights_are_one(policy, epi
 
 def taught(policy, episodes, chat, **how):
     items = teacher.weigh(policy, episodes, [1.0, 0.5], chat, STATE)
+    teacher.mark(policy, items, chat, how.get("top_k", 0))
     teacher.consult(policy, items, chat.pad_id, **how)
     return items
 
@@ -157,6 +159,14 @@ def test_top_k_below_the_whole_vocabulary_is_never_above_it(policy, episodes, wo
     assert values[0] < values[1] < values[2] <= values[4] * (1 + 1e-5) and values[3] == pytest.approx(values[4], rel=1e-4)
 
 
+def test_half_of_what_is_stored_are_the_students_tokens(policy, episodes, word_chat):
+    item = taught(policy, episodes, word_chat, top_k=6)[0]
+    (with_, without), = teacher.both_rows(episodes[0], word_chat, "full", STATE)
+    for top, p, q in zip(item["top"].tolist(), full_logits(policy, without), full_logits(policy, with_)):
+        own = p.topk(3).indices.tolist()
+        assert top == own + [i for i in q.argsort(descending=True).tolist() if i not in own][:3]
+
+
 def test_a_teacher_with_a_wider_output_is_cut_to_the_students(policy, episodes, word_chat):
     wide = add_lora(tiny_qwen3(len(word_chat.tokenizer) + 7), rank=4)
     items = teacher.weigh(policy, episodes, [1.0, 1.0], word_chat, STATE)
@@ -167,29 +177,37 @@ def test_a_teacher_with_a_wider_output_is_cut_to_the_students(policy, episodes, 
 
 
 @pytest.fixture(scope="module")
-def smollm2_logits(smollm2):
-    """Real logits over 49,152 tokens with and without a state, after the same tokens: [T, V] each."""
+def real(smollm2):
+    """SmolLM2's logits over 49,152 tokens with and without a state, after what it said with the state: [T, V] each."""
     from model import load_model
     model, tokenizer = load_model(smollm2)
-    chat = Chat(tokenizer)
-    text = "Lead melts at 327 degrees, so heat the spoon slowly and keep the lead away from food. Then pour it into a mould."
-    action = [*chat.text_ids(text), tokenizer.eos_token_id]
-    state = "- Lead melts at 327 degrees."
-    trajectory = Trajectory("task", 0, 0, False, system_prompt=with_state("Answer in short.", state),
-                            first_observation="How do I melt lead?", turns=[Turn([], action, text, "", 0.0, True, "end")])
-    (with_, without), = teacher.both_rows(trajectory, chat, "full", state)
-    with torch.no_grad():
-        return [teacher.logits(model, teacher.hidden(model, [row], chat.pad_id), 1.0) for row in (with_, without)]
+    chat, state = Chat(tokenizer), "- Lead melts at 327 degrees.\n- The salt is in the kitchen."
+    system, asked, found = with_state("Answer in short.", state), ["How do I melt lead?", "Where is the salt?"], []
+    torch.manual_seed(0)
+    said = sampler(model, chat, max_new_tokens=24)([chat.prompt([("system", system), ("user", user)]) for user in asked])
+    for user, ids in zip(asked, said):
+        trajectory = Trajectory("task", 0, 0, False, system_prompt=system, first_observation=user,
+                                turns=[Turn([], ids, chat.action_text(ids), "", 0.0, True, "end")])
+        pairs = teacher.both_rows(trajectory, chat, "full", state)
+        with torch.no_grad():
+            found.append([teacher.logits(model, teacher.hidden(model, rows, chat.pad_id), 1.0) for rows in zip(*pairs)])
+    return [torch.cat(parts) for parts in zip(*found)]
 
 
-@pytest.mark.parametrize("k, most", [(64, 0.02), (256, 0.01)])
-def test_top_k_and_tail_is_within_a_hundredth_of_the_full_kl_on_real_logits(smollm2_logits, k, most):
-    state, free = smollm2_logits
+def share_kept(state, free, k, ours):
+    """The KL over K + 1 buckets as a share of the full one; `ours` of the K tokens are the student's."""
+    own = free.topk(ours).indices
+    top = torch.cat([own, state.scatter(1, own, -torch.inf).topk(k - ours).indices], 1)
     ones = torch.ones(1, len(free))
-    full = distill_loss(free[None], state[None], ones, ones)[0].item()
-    top = state.topk(k).indices
-    stored = distill_loss(teacher.buckets(free, top)[None], teacher.buckets(state, top)[None], ones, ones)[0].item()
-    assert full > 1 and (1 - most) * full <= stored <= full
+    full = distill_loss(free[None], state[None], ones, ones)[0]
+    return (distill_loss(teacher.buckets(free, top)[None], teacher.buckets(state, top)[None], ones, ones)[0] / full).item()
+
+
+def test_top_k_and_tail_is_within_a_hundredth_of_the_full_kl_on_real_logits(real):
+    shares = {k: share_kept(*real, k, k // 2) for k in (64, 256, 1024, 4096)}
+    assert 0.7 < shares[64] < shares[256] < shares[1024] < shares[4096] <= 1 + 1e-5
+    assert shares[4096] >= 0.99  # docs/distill.md has the figures: with fewer, more is lost
+    assert all(share_kept(*real, k, 0) < shares[k] for k in (64, 256, 1024))  # the teacher's tokens alone keep less
 
 
 def test_a_full_disk_is_one_line_and_leaves_the_old_file(policy, episodes, word_chat, tmp_path):
