@@ -288,8 +288,7 @@ def final_report(loop, k, number, state):
 
 def free():
     gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
+    torch.cuda.empty_cache()  # nothing without a GPU
 
 
 def residual_state(loop, number, state) -> str:

@@ -1,6 +1,6 @@
 """A study: arms × seeds of a training program at equal steps, and a table that says how sure it is.
 
-    python enrich.py --study --quick                 # a few arms, short runs, about five minutes
+    python enrich.py --study --quick                 # a few arms, short runs, a minute or two
     python enrich.py --study --jobs 2                # every strategy and control of enrich.py on the built-in game
     python enrich.py --study --arms none hybrid ag-always+stripped+positive --seeds 3 --env sciworld --name mine
     python distill.py --study --jobs 2               # the loop of arXiv 2609.08919 against its halves and its controls
@@ -60,7 +60,8 @@ def read_run(folder) -> dict | None:
     """What a study keeps of a finished run; None if it is not finished."""
     from runs import about, read
 
-    rows = [row for row in read(folder / "evaluations.jsonl") if not row.get("state")]
+    evaluations = [row for row in read(folder / "evaluations.jsonl") if not row.get("residual")]
+    rows = [row for row in evaluations if not row.get("state")]
     tests = {row["policy"]: row for row in rows if row["split"] == "test"}
     if set(tests) != {"base", "trained"}:
         return None
@@ -70,10 +71,9 @@ def read_run(folder) -> dict | None:
            "valid": curve[-1][1] if curve else None,
            "peak": max([success for _, success in curve], default=None), "clean": final["clean_success"],
            "commit": about(folder)["commit"]}
-    with_state = [row["success"] for row in read(folder / "evaluations.jsonl")
-                  if row.get("state") and row["split"] == "test"]
-    if with_state:
-        run["final_with_state"] = with_state[-1]
+    for row in evaluations:
+        if row.get("state") and (row["split"], row["policy"]) == ("test", "trained"):
+            run["final_with_state"] = row["success"]
     for key in ("abstained", "abstain_turns"):
         if key in final:
             run[key] = final[key]

@@ -270,7 +270,8 @@ def train(config, algorithm, loss, advantages, *, clip, use_reference=False, seq
             board.close()
     for env in envs:
         env.close()
-    print("\n" + table(config.env, [("base model", base), (f"after {config.steps} steps" if config.steps else "after the warm start", final)]))
+    trained = f"after {config.steps} steps" if config.steps else "after the warm start"
+    print("\n" + table(config.env, [("base model", base), (trained, final)]))
     print(f"{folder}/ holds {', '.join(sorted(path.name for path in folder.iterdir()))}")
     return folder
 

@@ -160,6 +160,17 @@ def test_the_table_can_be_made_again(fake, capsys):
             study.main(argv)
 
 
+def test_the_final_state_is_told_and_not_the_residual_one(tmp_path):
+    rows = [("base", False, None, 0.1), ("base", True, None, 0.2), ("trained", False, None, 0.3), ("trained", True, None, 0.4),
+            ("trained", True, True, 0.5), ("trained", False, True, 0.6)]  # a residual state may be empty
+    (tmp_path / "evaluations.jsonl").write_text("".join(json.dumps(
+        {"step": 1, "split": "test", "policy": policy, "state": state, "residual": residual, "success": success,
+         "clean_success": success}) + "\n" for policy, state, residual, success in rows))
+    (tmp_path / "config.json").write_text('{"algorithm": "distill", "commit": "abc"}')
+    run = read_run(tmp_path)
+    assert (run["base"], run["final"], run["final_with_state"]) == (0.1, 0.3, 0.4)
+
+
 def test_an_unfinished_run_has_no_figures(tmp_path):
     assert read_run(tmp_path) is None
     rows = [{"step": 0, "split": "test", "policy": "base", "success": 0.1}]
