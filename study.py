@@ -97,9 +97,9 @@ def run_all(program, arms, seeds, folder, jobs):
         command, started = [sys.executable, str(HERE / program), *words, "--out", str(run)], time.perf_counter()
         command += ["--overwrite"] if run.exists() else []
         with open(run.with_name(run.name + ".log"), "w") as log:
-            code = subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, check=False,
-                                  env={"OMP_NUM_THREADS": "1", **os.environ}).returncode
-        figures = read_run(run) if code == 0 else None
+            subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, check=False,
+                           env={"OMP_NUM_THREADS": "1", **os.environ})
+        figures = read_run(run)
         if figures is None:
             raise BadInput(f"{arm}, seed {seed}, failed: see {log.name}; what is finished is kept, run the study again")
         print(f"{arm}, seed {seed}: {figures['base']:.3f} -> {figures['final']:.3f} in "

@@ -140,14 +140,22 @@ def test_rollout_says_when_no_episode_goes_on(base, word_chat):
     assert calls[-1] == 0 and 0 not in calls[:-1]
 
 
-def test_holes_do_not_pile_up(base, word_chat, monkeypatch):
+def test_holes_do_not_pile_up(monkeypatch):
     """With fewer environments than episodes the batch never empties."""
-    widths, generate = [], base.generate
-    monkeypatch.setattr(base, "generate", lambda input_ids, **how: widths.append(input_ids.shape[1]) or
+    model, tokenizer = load_model(str(SHIPPED))
+    widths, generate = [], model.generate
+    monkeypatch.setattr(model, "generate", lambda input_ids, **how: widths.append(input_ids.shape[1]) or
                         generate(input_ids=input_ids, **how))
-    played = play(base, word_chat, envs=2)
+    played = play(model, Chat(tokenizer), envs=2)
     longest = max(len(t.rows[0].ids) for t in played)
     assert len(widths) > 30 and max(widths) < 4 * longest
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gpt2", "llama"])
+def test_groups_whose_prompts_differ_in_length(words, word_chat, name):
+    model, prompts = MODELS[name](len(words)), [[5, 6, 7], [5, 6, 7], [*range(4, 24)], [*range(4, 24)], [9, 8]]
+    kept, anew = (sampler(model, word_chat, temperature=0, max_new_tokens=12, keep_cache=on)(prompts) for on in (True, False))
+    assert kept == anew and max(map(len, kept)) > 3
 
 
 def test_a_row_is_found_by_its_ids_alone():

@@ -173,6 +173,10 @@ def test_quoting_changes_observations_alone():
                 assert a == b
                 break
     assert seen > 10
+    alarmed = StateEnv(KeyDoor(), "- The alarm rings: run.", "observation")
+    alarmed.reset(task=KeyDoor.tasks("train")[0], seed=1)
+    observation, _, terminated, _, info = alarmed.step("dance")
+    assert terminated and observation == "The alarm rings." and "hint" not in info  # nothing answers the last one
 
 
 def test_the_counting_editor_does_not_read_its_own_notes():
