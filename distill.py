@@ -229,7 +229,7 @@ def train_policy(loop, k, number, taught):
                            temperature=config.temperature, minibatches=config.minibatches,
                            micro_batch_tokens=config.micro_batch_tokens, sequence_ratio=sequence_ratio,
                            max_grad_norm=config.max_grad_norm, gradient_checkpointing=config.gradient_checkpointing,
-                           more=distilled if items else None)  # Eq. 9
+                           importance_cap=config.importance_cap, more=distilled if items else None)  # Eq. 9
         except FloatingPointError as error:
             raise diverged(step, error) from error
         loop.log(k, played, episodes="rl", optimizer_step=step, **stats)

@@ -3,13 +3,16 @@
     stats = update(model, optimizer, batch, advantages_N, loss, pad_id=..., temperature=1.0)
 
 A loss returns its micro-batch's share of the whole batch's loss (the normalisers are arguments), so the gradient does
-not depend on how rows are packed, up to rounding.
+not depend on how rows are packed, up to rounding. Where memory runs out, rows are packed smaller, and the run goes on.
 """
+import gc
 import random
+import sys
 from types import SimpleNamespace
 
 import torch
 
+from envs import BadInput
 from model import reference, token_logps
 
 
@@ -21,29 +24,62 @@ def pad(rows, pad_id, device):
     return torch.tensor(ids, device=device), torch.tensor(mask, device=device, dtype=torch.bool)
 
 
-def micro_batches(rows, budget):
-    """(row, n) pairs, longest first, cut so that rows times the longest row stay within `budget` padded tokens."""
-    rows = sorted(rows, key=lambda pair: len(pair[0].ids), reverse=True)
-    while rows:
-        size = max(1, budget // len(rows[0][0].ids))
-        yield rows[:size]
-        rows = rows[size:]
+def in_micro_batches(pairs, budget, work):
+    """work(some of the (row, n) pairs), longest rows first, as many as keep rows times the longest row within `budget`
+    padded tokens; returns the budget.
+
+    Where memory runs out, `work` is called again with half of them, and the budget stays that small. So `work` must leave
+    nothing behind when it fails (`add_gradient`). Raises BadInput where a single row is too much.
+    """
+    pairs = sorted(pairs, key=lambda pair: len(pair[0].ids), reverse=True)
+    while pairs:
+        width = len(pairs[0][0].ids)
+        size = min(len(pairs), max(1, budget // width))
+        if fits(work, pairs[:size]):
+            pairs = pairs[size:]
+            continue
+        if size == 1:
+            raise BadInput(f"out of memory on one row of {width} tokens: pass --gradient-checkpointing or --bits 4, or lower "
+                           f"--max-context (python model.py --plan says what fits)")
+        budget = size // 2 * width
+        print(f"out of memory on {size} rows of {width} tokens; from here on --micro-batch-tokens {budget}", file=sys.stderr)
+        gc.collect()
+        torch.cuda.empty_cache()  # nothing without a GPU
+    return budget
+
+
+def fits(work, pairs) -> bool:
+    try:
+        work(pairs)
+    except torch.OutOfMemoryError:  # what it held goes with its frames, once this returns
+        return False
+    return True
+
+
+def add_gradient(share, parameters):
+    """share.backward(), but all of it or, where memory runs out half-way, nothing."""
+    for p, grad in zip(parameters, torch.autograd.grad(share, parameters, allow_unused=True)):
+        if grad is not None:
+            p.grad = grad if p.grad is None else p.grad.add_(grad)
 
 
 @torch.no_grad()
 def row_logps(model, rows, pad_id, *, temperature=1.0, micro_batch_tokens=8192) -> dict:
     """{id(row): log-probs of its tokens (a list of floats, 0 where the mask is 0)}, by the code path of the update."""
     logps = {}
-    for pairs in micro_batches([(row, None) for row in rows], micro_batch_tokens):
+
+    def work(pairs):
         ids_BT, mask_BT = pad([row for row, _ in pairs], pad_id, model.device)
         logp_BT = token_logps(model, ids_BT, mask_BT, temperature)[0].tolist()
         logps.update({id(row): logp_T[:len(row.ids)] for (row, _), logp_T in zip(pairs, logp_BT)})
+
+    in_micro_batches([(row, None) for row in rows], micro_batch_tokens, work)
     return logps
 
 
 def update(model, optimizer, batch, advantages_N, loss, *, pad_id, temperature=1.0, minibatches=1,
            micro_batch_tokens=8192, use_reference=False, clip=(0.2, 0.2), sequence_ratio=False, max_grad_norm=1.0,
-           gradient_checkpointing=False, seed=0, more=None):
+           gradient_checkpointing=False, seed=0, more=None, importance_cap=0.0):
     """`minibatches` optimizer steps on a batch of N trajectories; returns the metrics.
 
     loss(micro_batch) -> scalar share; see `train.train` for its fields. Old log-probs come from this same code path:
@@ -53,6 +89,10 @@ def update(model, optimizer, batch, advantages_N, loss, *, pad_id, temperature=1
     metrics are over the rows computed. more(k) adds the gradient of another term of the loss to optimizer step k and
     returns its value (distill.py); the batch may then be empty. Raises FloatingPointError when a gradient or a
     parameter is not finite.
+
+    importance_cap C > 0: where the sampler's log-probs differ from the learner's (a model of 4 bits, bf16), each token's
+    gradient is weighed by min(pi_old / pi_sampler, C), the KL's to a reference too. The metrics sampler_gap and
+    sampler_gap_max, the mean and largest |log pi_old - log pi_sampler| over sampled tokens, say whether that is needed.
     """
     rows_N = [[(row, n) for row in trajectory.rows] for n, trajectory in enumerate(batch)]
     lengths_N = torch.tensor([trajectory.length for trajectory in batch])
@@ -75,30 +115,42 @@ def update(model, optimizer, batch, advantages_N, loss, *, pad_id, temperature=1
     old_logp |= {id(row): row.old_logp for rows in rows_N for row, _ in rows if row.old_logp is not None}
 
     totals, norms = {}, []
+
+    def work(pairs):  # one micro-batch of part k
+        ref_logp_BT = None
+        if use_reference:
+            with torch.no_grad(), reference(model):
+                ref_logp_BT = score(pairs)[0]
+        logp_BT, entropy_BT, mask_BT = score(pairs)
+        old_logp_BT = logp_BT.detach().clone()
+        log_weight_BT = torch.zeros_like(old_logp_BT)  # log pi_old / pi_sampler
+        for b, (row, _) in enumerate(pairs):
+            if id(row) in old_logp:
+                old_logp_BT[b, :len(row.ids)] = torch.tensor(old_logp[id(row)], device=logp_BT.device)
+            if len(row.sampled_logp) == len(row.ids):
+                log_weight_BT[b, :len(row.ids)] = old_logp_BT[b, :len(row.ids)] - log_weight_BT.new_tensor(row.sampled_logp)
+        if importance_cap:
+            weight_BT = log_weight_BT.exp().clamp(max=importance_cap)
+            logp_BT = logp_BT.detach() + weight_BT * (logp_BT - logp_BT.detach())  # the value stays, the gradient is weighed
+        members = [n for _, n in pairs]
+        micro_batch = SimpleNamespace(
+            logp_BT=logp_BT, old_logp_BT=old_logp_BT, ref_logp_BT=ref_logp_BT, mask_BT=mask_BT,
+            advantages_B=advantages_N[members].to(logp_BT.device), lengths_B=lengths_N[members].to(logp_BT.device),
+            num_trajectories=len(parts[k]), num_tokens=int(lengths_N[parts[k]].sum()))
+        share = loss(micro_batch)
+        sums = ratio_sums(micro_batch, entropy_BT, clip, sequence_ratio)
+        sums |= {"loss": share.item() / minibatches, "sampler_gap": log_weight_BT.abs().sum().item(),
+                 "known": sum(sum(row.mask) for row, _ in pairs if len(row.sampled_logp) == len(row.ids)),
+                 "sampler_gap_max": log_weight_BT.abs().max().item()}
+        add_gradient(share, trainable)
+        for name, value in sums.items():
+            totals[name] = max(totals.get(name, value), value) if name.endswith("_max") else totals.get(name, 0) + value
+
     model.train(gradient_checkpointing)
     for k, part in enumerate(parts):
         optimizer.zero_grad(set_to_none=True)
         pairs_of_part = rows_of(part)
-        for pairs in micro_batches(pairs_of_part, micro_batch_tokens):
-            ref_logp_BT = None
-            if use_reference:
-                with torch.no_grad(), reference(model):
-                    ref_logp_BT = score(pairs)[0]
-            logp_BT, entropy_BT, mask_BT = score(pairs)
-            old_logp_BT = logp_BT.detach().clone()
-            for b, (row, _) in enumerate(pairs):
-                if id(row) in old_logp:
-                    old_logp_BT[b, :len(row.ids)] = torch.tensor(old_logp[id(row)], device=logp_BT.device)
-            members = [n for _, n in pairs]
-            micro_batch = SimpleNamespace(
-                logp_BT=logp_BT, old_logp_BT=old_logp_BT, ref_logp_BT=ref_logp_BT, mask_BT=mask_BT,
-                advantages_B=advantages_N[members].to(logp_BT.device), lengths_B=lengths_N[members].to(logp_BT.device),
-                num_trajectories=len(part), num_tokens=int(lengths_N[part].sum()))
-            share = loss(micro_batch)
-            share.backward()
-            for name, value in ratio_sums(micro_batch, entropy_BT, clip, sequence_ratio).items():
-                totals[name] = max(totals.get(name, value), value) if name == "ratio_max" else totals.get(name, 0) + value
-            totals["loss"] = totals.get("loss", 0) + share.item() / minibatches
+        micro_batch_tokens = in_micro_batches(pairs_of_part, micro_batch_tokens, work)
         if more:
             totals["more"] = totals.get("more", 0) + more(k) / minibatches
         elif not pairs_of_part:
@@ -113,7 +165,10 @@ def update(model, optimizer, batch, advantages_N, loss, *, pad_id, temperature=1
     tokens, units = max(totals.get("tokens", 0), 1), max(totals.get("units", 0), 1)
     stats = {"learn_tokens": totals.get("tokens", 0), "loss": totals.get("loss", 0.0), "grad_norm": sum(norms) / max(len(norms), 1),
              "entropy": totals.get("entropy", 0.0) / tokens, "approx_kl": totals.get("approx_kl", 0.0) / tokens,
-             "clip_fraction": totals.get("clipped", 0) / units, "ratio_max": totals.get("ratio_max", 1.0)}
+             "clip_fraction": totals.get("clipped", 0) / units, "ratio_max": totals.get("ratio_max", 1.0),
+             "micro_batch_tokens": micro_batch_tokens}
+    if totals.get("known"):
+        stats |= {"sampler_gap": totals["sampler_gap"] / totals["known"], "sampler_gap_max": totals["sampler_gap_max"]}
     if more:
         stats["distill_loss"] = totals["more"]
     return stats | ({"kl_reference": totals.get("kl_reference", 0.0) / tokens} if use_reference else {})

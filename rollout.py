@@ -49,6 +49,7 @@ class Row:
     ids: list[int]
     mask: list[int]  # 1 where the policy sampled the token
     old_logp: list[float] | None = None  # only where the policy sampled in another context than `ids`
+    sampled_logp: list[float] = field(default_factory=list, compare=False)  # by the sampler, 0 where the mask is 0; empty: not known
 
 
 @dataclass
@@ -193,6 +194,7 @@ def add_turn(rows: list[Row], prompt_ids: list[int], action_ids: list[int]):
     new = prompt_ids[len(rows[-1].ids):]
     rows[-1].ids += new + action_ids
     rows[-1].mask += [0] * len(new) + [1] * len(action_ids)
+    rows[-1].sampled_logp += [0.0] * len(new) + (getattr(action_ids, "logps", None) or [])
 
 
 def without_hints(trajectory) -> Trajectory:
@@ -211,7 +213,7 @@ def rows_of(trajectory, chat, history) -> list[Row]:
     rows = []
     for number, turn in enumerate(trajectory.turns):
         so_far = replace(trajectory, turns=trajectory.turns[:number])
-        add_turn(rows, chat.prompt(messages_of(so_far, chat, history), so_far.tools), turn.action_ids)
+        add_turn(rows, chat.prompt(messages_of(so_far, chat, history), so_far.tools), list(turn.action_ids))
     return rows
 
 

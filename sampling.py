@@ -13,8 +13,32 @@ episodes of a group begin with one prompt, which is encoded once. Three things m
    so for such a model every prompt is encoded anew (`keeps_cache`).
 
 The last sampled token of an action is never fed to the model by `generate`: it comes with the next prompt.
+
+`generate` is asked for the likeliest token, of scores in which a processor of ours has drawn one (`Draw`): exact samples,
+in a tenth of the time of its own `torch.multinomial` at a vocabulary of 151,936 on a CPU, and with their log-probs.
 """
 import torch
+
+
+class Action(list):
+    """Sampled ids; `logps`: a log-prob for each, in nats, as the sampler saw it, or None where it was greedy."""
+    logps = None
+
+
+def draw(p_NV, block=1024):
+    """[N, V] probabilities (or any multiples of them) -> [N] indices, drawn by the inverse of the cumulative sum: first a
+    block of the vocabulary, then a token in it. Raises FloatingPointError where a row does not add up to a finite number."""
+    p_NKB = torch.nn.functional.pad(p_NV, (0, -p_NV.shape[1] % block)).unflatten(1, (-1, block))
+
+    def one_of(p_NM):
+        cdf_NM = p_NM.cumsum(1, dtype=torch.float64)
+        if not cdf_NM[:, -1].isfinite().all():
+            raise FloatingPointError("the policy's probabilities are not finite")
+        u_N1 = torch.rand(len(p_NM), 1, dtype=torch.float64, device=p_NM.device) * (1 - 1e-15)  # below 1 when rounded, too
+        return torch.searchsorted(cdf_NM, u_N1 * cdf_NM[:, -1:], right=True)[:, 0]  # never one of probability 0
+
+    block_N = one_of(p_NKB.sum(2))
+    return block * block_N + one_of(p_NKB[torch.arange(len(p_NV), device=p_NV.device), block_N])
 
 
 def keeps_cache(model) -> bool:
@@ -46,11 +70,21 @@ def sampler(model, chat, *, temperature: float = 1.0, max_new_tokens: int = 32, 
 
     The weights may change between episodes, not within one: a kept cache is of the weights that made it.
     """
-    from transformers import DynamicCache, GenerationConfig
+    from transformers import DynamicCache, GenerationConfig, LogitsProcessor, LogitsProcessorList
 
-    how = {"do_sample": True, "temperature": float(temperature), "top_k": 0, "top_p": 1.0} if temperature > 0 \
-        else {"do_sample": False}
-    config = GenerationConfig(**how, max_new_tokens=max_new_tokens, eos_token_id=sorted(chat.end_ids),
+    class Draw(LogitsProcessor):
+        """Makes the token that is drawn the likeliest one."""
+
+        def __init__(self):
+            self.logps = []
+
+        def __call__(self, input_ids, scores_NV):
+            p_NV = (scores_NV.float() / temperature).softmax(-1)
+            drawn_N1 = draw(p_NV)[:, None]
+            self.logps.append(p_NV.gather(1, drawn_N1)[:, 0].log())
+            return scores_NV.scatter(1, drawn_N1, torch.inf)
+
+    config = GenerationConfig(do_sample=False, max_new_tokens=max_new_tokens, eos_token_id=sorted(chat.end_ids),
                               pad_token_id=chat.pad_id, repetition_penalty=1.0, num_beams=1)
     causal = model.get_base_model() if hasattr(model, "get_base_model") else model
     keep_cache, kept = keep_cache and keeps_cache(causal), None
@@ -93,10 +127,15 @@ def sampler(model, chat, *, temperature: float = 1.0, max_new_tokens: int = 32, 
         mask_NT = torch.cat([real_NP, new_mask_NT], 1)
         ids_NT = torch.cat([torch.full_like(real_NP, chat.pad_id), new_NT], 1)  # of cached columns only the width counts
         width = ids_NT.shape[1]
-        out_NT = model.generate(input_ids=ids_NT, attention_mask=mask_NT, generation_config=config, cache=cache)[:, width:]
+        drawing = Draw()
+        out_NT = model.generate(input_ids=ids_NT, attention_mask=mask_NT, generation_config=config, cache=cache,
+                                logits_processor=LogitsProcessorList([drawing] if temperature else []))[:, width:]
         sampled = out_NT.tolist()
         ends = [next((n + 1 for n, i in enumerate(row) if i in chat.end_ids), len(row)) for row in sampled]
-        actions = [row[:end] for row, end in zip(sampled, ends)]
+        actions = [Action(row[:end]) for row, end in zip(sampled, ends)]
+        if temperature:
+            for action, logps in zip(actions, torch.stack(drawing.logps, 1).tolist()):
+                action.logps = logps[:len(action)]
         if not keep_cache:
             return actions, None
         fed = out_NT.shape[1] - 1  # the last one is not in the cache
@@ -113,11 +152,9 @@ def sampler(model, chat, *, temperature: float = 1.0, max_new_tokens: int = 32, 
         model.eval()  # in training mode with activation checkpointing, generate would drop its cache
         try:
             actions, kept = generate(prompts)
-        except RuntimeError as error:
+        except BaseException:
             kept = None
-            if "probability tensor" not in str(error):
-                raise
-            raise FloatingPointError("the policy's probabilities are not finite") from error
+            raise
         finally:
             model.train(training)
         return actions

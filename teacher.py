@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from distill import distill_loss, over_mean, state_response
 from envs import BadInput
-from learner import micro_batches, pad
+from learner import add_gradient, in_micro_batches, pad
 from rollout import Row, rows_of, without_hints
 from state import with_notes, with_state, without_state
 
@@ -64,10 +64,13 @@ def logits(model, hidden_ND, temperature, width=None):
 def by_row(pairs, budget, compute):
     """compute(some of the pairs) -> a tuple of [N, ...], for their sampled tokens; returns each pair's part of it."""
     parts = [None] * len(pairs)
-    for batch in micro_batches([(pair[0], n) for n, pair in enumerate(pairs)], budget):
+
+    def work(batch):
         out = [part.cpu().split([sum(row.mask) for row, _ in batch]) for part in compute([pairs[n] for _, n in batch])]
         for (_, n), *part in zip(batch, *out):
             parts[n] = part
+
+    in_micro_batches([(pair[0], n) for n, pair in enumerate(pairs)], budget, work)
     return parts
 
 
@@ -169,23 +172,26 @@ def distill(student, items, pad_id, *, weight=1.0, temperature=1.0, micro_batch_
         sizes = [sum(mask) for _, mask in item["rows"]]
         for r, part in enumerate(zip(*(item[key].split(sizes) for key in ("weights", "top", "logp")))):
             parts[i, r] = part
-    value = 0.0
+    values, trainable = [], [p for p in student.parameters() if p.requires_grad]
 
     def numerator(hidden_CD, weights_C, top_CK, logp_C):
         student_C = buckets(logits(student, hidden_CD, temperature, items[0]["width"]), top_CK)
         return distill_loss(student_C[None], logp_C[None], weights_C[None], torch.ones_like(weights_C)[None])[0]
 
     rows = [(Row(*item["rows"][r]), (i, r)) for i, item in enumerate(items) for r in range(len(item["rows"]))]
-    for batch in micro_batches(rows, micro_batch_tokens):
+
+    def work(batch):
         hidden_ND = hidden(student, [row for row, _ in batch], pad_id)
         taught = [torch.cat(tensors).to(hidden_ND.device) for tensors in zip(*(parts[where] for _, where in batch))]
         taught[1] = taught[1].long()
         shares = [checkpoint(numerator, *part, use_reentrant=False)
                   for part in zip(*(tensor.split(CHUNK) for tensor in (hidden_ND, *taught)))]
         share = sum(shares) / total  # of the whole batch: the shares of its micro-batches add up to Eq. 8
-        (weight * share).backward()
-        value += share.item()
-    return value
+        add_gradient(weight * share, trainable)
+        values.append(share.item())
+
+    in_micro_batches(rows, micro_batch_tokens, work)
+    return sum(values)
 
 
 def check_tokenizer(name, tokenizer):

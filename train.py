@@ -66,6 +66,8 @@ class Config:
     max_grad_norm: float = option(1.0, "gradients are clipped to this norm")
     optimizer: str = option("adamw", "adamw or paged_adamw_8bit")
     gradient_checkpointing: bool = option(False, "recompute activations in the backward pass: slower, less memory")
+    importance_cap: float = option(0.0, "weigh a token's gradient by the learner's probability over the sampler's, up to this "
+                                        "(2 is usual; 0: off)")
     # Warm start
     warm_start: str = option("", "supervised training before step 1, on random (admissible play) or gold (known solutions)")
     warm_start_steps: int = option(16, "optimizer steps of the warm start")
@@ -118,6 +120,8 @@ def check(config):
     for name in ("lr", "max_grad_norm", "warm_start_lr"):
         if not 0 < getattr(config, name) < math.inf:
             raise BadInput(f"--{name.replace('_', '-')} must be above 0, got {getattr(config, name)}")
+    if not 0 <= config.importance_cap < math.inf:
+        raise BadInput(f"--importance-cap must be 0 (off) or above, got {config.importance_cap}")
     for name in ("temperature", "eval_temperature"):
         if not 0 <= getattr(config, name) < math.inf:
             raise BadInput(f"--{name.replace('_', '-')} must be 0 (greedy) or above, got {getattr(config, name)}")
@@ -203,6 +207,7 @@ def train(config, algorithm, loss, advantages, *, clip, use_reference=False, seq
             for group in optimizer.param_groups:  # the saved state holds the old one
                 group["lr"] = config.lr
         success = test(0, "valid")["success"] if config.eval_every and fresh else None
+        micro_batch_tokens = config.micro_batch_tokens
 
         bar = tqdm(range(first_step, config.steps + 1), initial=first_step - 1, total=config.steps, disable=None)
         for step in bar:
@@ -238,11 +243,12 @@ def train(config, algorithm, loss, advantages, *, clip, use_reference=False, seq
                 context = train_context(config, batch, chat, model)
                 stats = update(model, optimizer, context, advantages_N, loss, pad_id=chat.pad_id, clip=clip, seed=step,
                                temperature=config.temperature, minibatches=config.minibatches,
-                               micro_batch_tokens=config.micro_batch_tokens, use_reference=use_reference,
+                               micro_batch_tokens=micro_batch_tokens, use_reference=use_reference,
                                sequence_ratio=sequence_ratio, max_grad_norm=config.max_grad_norm,
-                               gradient_checkpointing=config.gradient_checkpointing)
+                               gradient_checkpointing=config.gradient_checkpointing, importance_cap=config.importance_cap)
             except FloatingPointError as error:
                 raise diverged(step, error) from error
+            micro_batch_tokens = stats["micro_batch_tokens"]
             metrics = {"step": step, **episode_metrics(played, config.group), "groups": len(groups), **stats,
                        **speed(played, stats["learn_tokens"], played_at - started, time.perf_counter() - played_at)}
             append(folder / "metrics.jsonl", metrics)

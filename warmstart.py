@@ -12,7 +12,7 @@ import random
 import torch
 
 from envs import BadInput, Env, make_env
-from learner import micro_batches, pad
+from learner import add_gradient, in_micro_batches, pad
 from model import token_logps
 from rollout import Request, rollout
 
@@ -75,13 +75,17 @@ def supervise(model, rows, pad_id, *, steps: int, batch: int, lr: float, seed: i
         for group in optimizer.param_groups:
             group["lr"] = lr * min(1.0, step / max(1, min(10, steps // 5)), (steps + 1 - step) / (0.3 * steps))  # rise, hold, fall
         drawn = rng.sample(rows, min(batch, len(rows)))
-        tokens, value = sum(sum(row.mask) for row in drawn), 0.0
-        optimizer.zero_grad(set_to_none=True)
-        for pairs in micro_batches([(row, None) for row in drawn], micro_batch_tokens):
+        tokens, shares = sum(sum(row.mask) for row in drawn), []
+
+        def work(pairs):
             ids_BT, mask_BT = pad([row for row, _ in pairs], pad_id, model.device)
-            loss = -token_logps(model, ids_BT, mask_BT)[0].sum() / tokens
-            loss.backward()
-            value += loss.item()
+            share = -token_logps(model, ids_BT, mask_BT)[0].sum() / tokens
+            add_gradient(share, parameters)
+            shares.append(share.item())
+
+        optimizer.zero_grad(set_to_none=True)
+        micro_batch_tokens = in_micro_batches([(row, None) for row in drawn], micro_batch_tokens, work)
+        value = sum(shares)
         torch.nn.utils.clip_grad_norm_(parameters, 1.0)
         optimizer.step()
         progress(step, value)

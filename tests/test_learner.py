@@ -15,7 +15,7 @@ from envs import BadInput
 from envs.keydoor import KeyDoor
 from grpo import group_advantages, grpo_loss
 from gspo import gspo_loss
-from learner import micro_batches, pad, update
+from learner import in_micro_batches, pad, update
 from model import add_lora, freeze_reference, make_optimizer, token_logps
 from rollout import Chat, Row
 
@@ -96,6 +96,7 @@ def test_the_gradient_does_not_depend_on_the_packing(policy, rows, name, budget)
     [whole], stats_whole = gradient(policy, batch_of(rows), ADVANTAGES, name, micro_batch_tokens=10**6)
     assert whole.abs().max() > 1e-3
     close(few, whole)
+    assert (stats.pop("micro_batch_tokens"), stats_whole.pop("micro_batch_tokens")) == (budget, 10**6)
     assert stats == pytest.approx(stats_whole, abs=1e-5)
 
 
@@ -121,10 +122,80 @@ def test_the_order_of_trajectories_changes_nothing(policy, rows):  # fault 4
 def test_micro_batches(budget):
     rng = random.Random(budget)
     pairs = [(Row([1] * rng.randint(1, 20), []), n) for n in range(30)]
-    parts = list(micro_batches(pairs, budget))
+    parts = []
+    assert in_micro_batches(pairs, budget, parts.append) == budget
     assert sorted(n for part in parts for _, n in part) == list(range(30))
     assert all(len(part) == 1 or len(part) * max(len(row.ids) for row, _ in part) <= budget for part in parts)
     assert len(parts) == 1 or budget < 10_000
+
+
+class OutOfMemoryInBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+
+@every_loss
+@pytest.mark.parametrize("minibatches", [1, 2])
+def test_out_of_memory_halves_the_budget_and_repeats(policy, rows, name, minibatches, monkeypatch, capsys):
+    """Forward fails with more than two rows, backward with two: nothing is lost, and nothing counted twice."""
+    how = {"micro_batch_tokens": 10**6, "minibatches": minibatches}
+    whole, whole_stats = gradient(policy, batch_of(rows), ADVANTAGES, name, **how)
+
+    def small_card(model, ids_BT, *rest):
+        if len(ids_BT) > 2:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        logp_BT, entropy_BT = token_logps(model, ids_BT, *rest)
+        return (OutOfMemoryInBackward.apply(logp_BT) if len(ids_BT) == 2 and logp_BT.requires_grad else logp_BT), entropy_BT
+
+    monkeypatch.setattr(learner, "token_logps", small_card)
+    halved, stats = gradient(policy, batch_of(rows), ADVANTAGES, name, **how)
+    for one, two in zip(whole, halved, strict=True):
+        close(one, two)
+    longest = max(len(row.ids) for row in rows)
+    assert stats.pop("micro_batch_tokens") <= longest < whole_stats.pop("micro_batch_tokens")
+    assert stats == pytest.approx(whole_stats, abs=1e-5)
+    assert "out of memory on 2 rows of" in capsys.readouterr().err
+
+
+def test_one_row_that_does_not_fit_is_one_line(policy, rows, monkeypatch):
+    def no_card(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(learner, "token_logps", no_card)
+    with pytest.raises(BadInput, match="one row of .* --gradient-checkpointing"):
+        gradient(policy, batch_of(rows), ADVANTAGES)
+
+
+@pytest.mark.parametrize("name", ["grpo", "dapo"])
+@pytest.mark.parametrize("cap", [0.0, 1e9, 1.2])
+def test_the_sampler_gap_and_its_weights(policy, rows, name, cap):
+    """Each token's gradient is weighed by min(pi_old / pi_sampler, cap); rows of an unknown sampler are not."""
+    [plain], stats = gradient(policy, batch_of(rows), ADVANTAGES, name)
+    assert "sampler_gap" not in stats
+    scored, rng, gaps = learner.row_logps(policy, rows, 0), random.Random(0), []
+    for row in rows[1:]:
+        gap = [rng.uniform(-0.5, 0.5) * own for own in row.mask]
+        row.sampled_logp = [logp - g for logp, g in zip(scored[id(row)], gap)]
+        gaps += [abs(g) for g, own in zip(gap, row.mask) if own]
+    [got], stats = gradient(policy, batch_of(rows), ADVANTAGES, name, importance_cap=cap)
+    assert stats["sampler_gap"] == pytest.approx(sum(gaps) / len(gaps), abs=1e-5)
+    assert stats["sampler_gap_max"] == pytest.approx(max(gaps), abs=1e-5)
+    if not cap:
+        return close(got, plain)
+    policy.zero_grad()
+    loss, total = 0, sum(sum(row.mask) for row in rows)
+    for row, A in zip(rows, ADVANTAGES):
+        ids, mask = torch.tensor([row.ids]), torch.tensor([row.mask], dtype=torch.bool)
+        logp = token_logps(policy, ids, mask)[0]
+        weight = (logp.detach() - torch.tensor([row.sampled_logp])).exp().clamp(max=cap) if row.sampled_logp else 1.0
+        loss = loss - (weight * A * logp)[mask].sum() / (total if name == "dapo" else mask.sum() * len(rows))
+    loss.backward()
+    close(got, torch.cat([p.grad.flatten() for p in policy.parameters() if p.requires_grad]))
 
 
 def test_pad_takes_the_mask_from_sampling():  # fault 19: pad == end, and both also sampled
@@ -160,8 +231,9 @@ def test_skipping_rows_without_advantage_changes_nothing(policy, rows, name, mon
     A = ADVANTAGES * torch.tensor([1, 0, 1, 0, 0, 1])
     [skipped], stats = gradient(policy, batch_of(rows), A, name)
     parts = []
-    real = learner.micro_batches
-    monkeypatch.setattr(learner, "micro_batches", lambda pairs, budget: parts.append(len(pairs)) or real(pairs, budget))
+    real = learner.in_micro_batches
+    monkeypatch.setattr(learner, "in_micro_batches",
+                        lambda pairs, budget, work: parts.append(len(pairs)) or real(pairs, budget, work))
     gradient(policy, batch_of(rows), A, name)
     assert parts == [3]
     [tiny], _ = gradient(policy, batch_of(rows), torch.where(A == 0, 1e-30, A), name)  # computed all the same

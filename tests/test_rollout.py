@@ -12,6 +12,7 @@ import pytest
 import torch
 from conftest import FakeEnv, FakePolicy, tiny_qwen3, watched
 
+import sampling
 from envs import BadInput
 from envs.keydoor import KeyDoor
 from rollout import ENDS, Chat, Request, Row, add_turn, refuse_if_nothing_fits, rollout
@@ -367,17 +368,23 @@ PROMPTS = [[5, 6, 7], [8] * 11, [9, 10, 11, 12, 13, 14], [20]]
 @pytest.mark.parametrize("temperature", [0.7, 1.0, 1.5])
 def test_the_whole_distribution_is_sampled(base, word_chat, monkeypatch, temperature):  # fault 10
     base.generation_config.update(do_sample=True, temperature=0.6, top_k=20, top_p=0.95, repetition_penalty=1.3)  # as Qwen's
-    seen = watched(base, monkeypatch)
-    sampler(base, word_chat, temperature=temperature, max_new_tokens=4)(PROMPTS)
-    for scores, logits in zip(seen[0].scores, seen[0].logits):
-        assert scores.isfinite().sum(-1).tolist() == [len(word_chat.tokenizer)] * len(PROMPTS)
-        torch.testing.assert_close(scores, logits / temperature)
+    seen, drawn_from, draw = watched(base, monkeypatch), [], sampling.draw
+    monkeypatch.setattr(sampling, "draw", lambda p_NV: drawn_from.append(p_NV) or draw(p_NV))
+    answers = sampler(base, word_chat, temperature=temperature, max_new_tokens=4)(PROMPTS)
+    assert len(drawn_from) == len(seen[0].logits) > 1
+    for n, (p_NV, logits) in enumerate(zip(drawn_from, seen[0].logits)):
+        assert p_NV.shape == (len(PROMPTS), len(word_chat.tokenizer))
+        torch.testing.assert_close(p_NV, (logits / temperature).softmax(-1))
+        for row, answer in enumerate(answers):
+            if n < len(answer):
+                assert answer.logps[n] == pytest.approx(p_NV[row, answer[n]].log().item())
 
 
 def test_the_whole_distribution_at_the_real_vocabulary(qwen3_model, qwen3, monkeypatch):  # fault 10
-    seen = watched(qwen3_model, monkeypatch)
+    drawn_from, draw = [], sampling.draw
+    monkeypatch.setattr(sampling, "draw", lambda p_NV: drawn_from.append(p_NV) or draw(p_NV))
     sampler(qwen3_model, Chat(qwen3), temperature=0.7, max_new_tokens=2)([[1, 2, 3]])
-    assert seen[0].scores[0].isfinite().sum() == 151_936
+    assert (drawn_from[0] > 0).sum() == 151_936
 
 
 def test_temperature_zero_is_greedy(base, word_chat):
@@ -423,7 +430,7 @@ def test_an_answer_stops_behind_its_first_end_token(base, words, monkeypatch):  
     words_pad_is_end.pad_id = words.eos_token_id
     tail = torch.tensor([[7, 2, 2, 2], [7, 8, 2, 2], [2, 2, 2, 2], [7, 8, 9, 10], [7, 0, 2, 2]])
     monkeypatch.setattr(base, "generate", lambda input_ids, **_: torch.cat([input_ids, tail], 1))
-    assert sampler(base, words_pad_is_end)([[5]] * 5) == [[7, 2], [7, 8, 2], [2], [7, 8, 9, 10], [7, 0]]
+    assert sampler(base, words_pad_is_end, temperature=0)([[5]] * 5) == [[7, 2], [7, 8, 2], [2], [7, 8, 9, 10], [7, 0]]
 
 
 @pytest.mark.parametrize("training", [False, True])
