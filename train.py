@@ -323,7 +323,7 @@ def diverged(step, error) -> BadInput:
 
 def load_policy(config, options, checkpoint=None):
     """(model with its adapter, Chat). What cannot be loaded is one line."""
-    from model import adapter_base, add_lora, load_adapter, load_model
+    from model import adapter_base, add_lora, in_input_dtype, load_adapter, load_model
     from rollout import Chat
 
     name, folder = config.model, checkpoint or config.adapter
@@ -338,6 +338,7 @@ def load_policy(config, options, checkpoint=None):
         model = load_adapter(base, folder) if folder else add_lora(base, config.lora_rank, seed=config.seed)
         if checkpoint and os.path.isdir(os.path.join(checkpoint, "reference")):
             model.load_adapter(os.path.join(checkpoint, "reference"), "reference")
+            in_input_dtype(model)
     except (OSError, ValueError, ImportError, RuntimeError) as error:
         raise BadInput(f"cannot load the model {config.model!r}: {str(error).strip().splitlines()[0]}") from error
     if config.gradient_checkpointing:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from conftest import FakeEnv, make_rows, shake, tiny_qwen3, watched
 
+import sampling
 from learner import pad
 from model import (adapter_base, add_lora, freeze_reference, load_adapter, load_model, make_optimizer, reference,
                    token_logps)
@@ -67,7 +68,7 @@ def test_log_probs_and_entropies_equal_a_full_pass(policy, temperature):  # faul
 def test_log_probs_are_those_of_the_sampling(policy, word_chat, monkeypatch, temperature):  # faults 10, 11: ratio 1
     prompts, seen = [[5, 6, 7], [8] * 11, [9, 10, 11, 12]], watched(policy, monkeypatch)
     answers = sampler(policy, word_chat, temperature=temperature, max_new_tokens=10)(prompts)
-    sampling = torch.stack(seen[0].scores, 1).log_softmax(-1)
+    sampling = (torch.stack(seen[0].logits, 1) / temperature).log_softmax(-1)
     for b, (prompt, answer) in enumerate(zip(prompts, answers)):
         row = Row(prompt + answer, [0] * len(prompt) + [1] * len(answer))
         logp = token_logps(policy, *pad([row], 0, "cpu"), temperature)[0][0, len(prompt):].tolist()
@@ -253,11 +254,39 @@ def test_a_shipped_generation_config_does_not_leak(base, words, tmp_path, monkey
                   typical_p=0.5, no_repeat_ngram_size=1, repetition_penalty=1.3, eos_token_id=[2, 0])
     model, tokenizer = load_model(folder)
     assert model.generation_config.eos_token_id == [2, 0]
-    seen = watched(model, monkeypatch)
+    seen, drawn_from, draw = watched(model, monkeypatch), [], sampling.draw
+    monkeypatch.setattr(sampling, "draw", lambda p_NV: drawn_from.append(p_NV) or draw(p_NV))
     sampler(model, Chat(tokenizer), temperature=0.7, max_new_tokens=4)([[5, 6, 7], [8, 9]])
-    for got, logits in zip(seen[0].scores, seen[0].logits):
-        assert got.isfinite().all()
-        torch.testing.assert_close(got, logits / 0.7)
+    for got, logits in zip(drawn_from, seen[0].logits, strict=True):
+        torch.testing.assert_close(got, (logits / 0.7).softmax(-1))
+
+
+def test_the_adapter_computes_in_the_type_of_the_model(base, words, tmp_path):
+    """With bf16 little is kept for the backward pass, and weights and gradients are fp32 all the same."""
+    policy = add_lora(load_model(save(base, words, tmp_path / "m"), bits=16)[0], rank=8)
+    shake(policy)
+    freeze_reference(policy)
+    ids = torch.arange(40).reshape(2, 20) % policy.config.vocab_size
+
+    def hidden_and_bytes():
+        kept = {}
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.update({t.untyped_storage()._cdata: t}) or t, lambda t: t):
+            hidden = policy.get_base_model().base_model(input_ids=ids).last_hidden_state
+        parameters = {p.untyped_storage()._cdata for p in policy.parameters()}
+        return hidden, sum(t.untyped_storage().nbytes() for key, t in kept.items() if key not in parameters)
+
+    hidden, ours = hidden_and_bytes()
+    hidden.float().sum().backward()
+    trained = [p for p in policy.parameters() if p.requires_grad]
+    assert hidden.dtype == torch.bfloat16 and all(p.dtype == p.grad.dtype == torch.float32 for p in trained)
+    for layer in policy.modules():
+        if hasattr(layer, "cast_input_dtype_enabled"):
+            layer.cast_input_dtype_enabled = True
+    theirs, peft = hidden_and_bytes()
+    assert ours < 0.8 * peft
+    torch.testing.assert_close(hidden, theirs, atol=0.1, rtol=0.05)
+    with reference(policy):  # an adapter that was added later, too
+        assert hidden_and_bytes()[0].dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("field, value", [("final_logit_softcapping", 30.0), ("logit_scale", 0.5), ("logits_scaling", 8.0)])
