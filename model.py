@@ -1,6 +1,7 @@
 """The policy: a Hugging Face causal LM with a LoRA adapter, and the log-probs of the tokens it sampled.
 
     from model import load_model, add_lora, token_logps
+    python model.py --plan --model Qwen/Qwen3-4B --gpu 24      # does it fit? (plan.py)
 
 `token_logps` is the one function for new, old and reference log-probs, so their ratios carry no error of a second
 code path. It projects the hidden states to logits only where a token was sampled, in chunks, with a softmax in fp32,
@@ -170,3 +171,9 @@ def make_optimizer(model, lr: float, name: str = "adamw"):
         from bitsandbytes.optim import PagedAdamW8bit
         return PagedAdamW8bit(parameters, lr=lr, weight_decay=0.0)
     raise ValueError(f"optimizer must be adamw or paged_adamw_8bit, got {name!r}")
+
+
+if __name__ == "__main__":
+    from plan import main
+    from train import cli
+    cli(main)

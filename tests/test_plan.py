@@ -1,0 +1,157 @@
+"""plan.py: what it predicts is what a process takes, on the CPU; what it says of cards too small."""
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaConfig, Qwen3_5TextConfig, Qwen3Config
+
+import plan
+from envs import BadInput
+
+ROOT = Path(__file__).parent.parent
+CONFIGS = {
+    "qwen3": lambda: Qwen3Config(vocab_size=151_936, hidden_size=128, intermediate_size=512, num_hidden_layers=4,
+                                 num_attention_heads=4, num_key_value_heads=2, head_dim=32, tie_word_embeddings=True),
+    "llama": lambda: LlamaConfig(vocab_size=49_152, hidden_size=576, intermediate_size=1536, num_hidden_layers=12,
+                                 num_attention_heads=9, num_key_value_heads=3, head_dim=64, tie_word_embeddings=True),
+    "wide": lambda: Qwen3Config(vocab_size=2000, hidden_size=1024, intermediate_size=3072, num_hidden_layers=3,
+                                num_attention_heads=8, num_key_value_heads=8, head_dim=128, tie_word_embeddings=False)}
+MEASURE = """
+import sys; sys.path[:0] = [{root!r}, {tests!r}]
+import torch
+from transformers import AutoModelForCausalLM, DynamicCache
+from model import add_lora, token_logps
+from learner import add_gradient
+from sampling import sampler
+from test_plan import CONFIGS
+
+def status(name):
+    return next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith(name))
+
+phase, rows, length, sampled, checkpointing = {phase!r}, {rows}, {length}, {sampled}, {checkpointing}
+model = add_lora(AutoModelForCausalLM.from_config(CONFIGS[{name!r}](), dtype={dtype}).requires_grad_(False), 16)
+trainable = [p for p in model.parameters() if p.requires_grad]
+
+class chat:
+    end_ids, pad_id = {{0}}, 0
+
+def learn(rows, length):
+    mask = torch.zeros(rows, length, dtype=torch.bool)
+    mask[:, length - int(sampled * length):] = True
+    add_gradient(token_logps(model, torch.ones(rows, length, dtype=torch.long), mask)[0].sum(), trainable)
+
+def roll(rows, length):
+    prompts = [[1 + n, *[2] * (length - 2)] for n in range(rows)]
+    sampler(model, chat, max_new_tokens=2)(prompts)
+
+if checkpointing:
+    model.get_base_model().gradient_checkpointing_enable(gradient_checkpointing_kwargs={{"use_reentrant": False}})
+    model.train()
+{phase}(1, 64)
+open("/proc/self/clear_refs", "w").write("5")
+before = status("VmRSS")
+{phase}(rows, length)
+print(status("VmHWM") - before)
+"""
+
+
+def measured(**what):
+    """Bytes that the phase took beyond what the process had: a process of its own, without the allocator's reserves."""
+    script = MEASURE.format(root=str(ROOT), tests=str(ROOT / "tests"), **what)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, env={
+        **os.environ, "OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"})
+    assert done.returncode == 0, done.stderr
+    return int(done.stdout.split()[-1])
+
+
+@pytest.mark.parametrize("name, dtype, phase, rows, length, sampled, checkpointing", [
+    ("qwen3", torch.float32, "learn", 4, 512, 0.25, False),
+    ("llama", torch.bfloat16, "learn", 2, 512, 0.25, False),
+    ("llama", torch.float32, "learn", 4, 512, 0.5, True),
+    ("llama", torch.float32, "roll", 4, 512, 0, False)])
+def test_the_plan_is_what_a_process_takes(name, dtype, phase, rows, length, sampled, checkpointing):
+    model = plan.on_meta(CONFIGS[name](), dtype, 16, checkpointing)
+    planned = plan.learn(model, rows * length, length, sampled) if phase == "learn" else sum(plan.roll(model, rows, length))
+    took = measured(name=name, dtype=dtype, phase=phase, rows=rows, length=length, sampled=sampled, checkpointing=checkpointing)
+    assert 0.85 < planned / took < 1.15, f"planned {planned / 1e6:.0f} MB, took {took / 1e6:.0f} MB"
+
+
+def test_every_storage_is_counted_once_and_let_go():
+    with plan.Live() as live:
+        a = torch.empty(1000, device="meta")
+        b = a.view(10, 100) + 1
+        c = a[:10]
+        assert live.now == 8000
+        del b, a
+        assert live.now == 4000  # c is a view of a
+        del c
+    assert (live.now, live.most) == (0, 8000)
+
+
+def test_the_weights_of_known_models():
+    """Parameters as published, in billions; NF4 packs what is linear, and neither embedding nor output."""
+    for name, billions in (("Qwen/Qwen3-4B", 4.02), ("Qwen/Qwen3-8B", 8.19), ("Qwen/Qwen3.5-4B", 4.2), ("Qwen/Qwen3.5-27B", 26.9)):
+        model = plan.on_meta(plan.config_of(name))
+        weights, unpacked = plan.weight_bytes(model, 16)
+        assert weights / 2e9 == pytest.approx(billions, rel=0.02) and unpacked == 0, name
+        embedded = sum({id(p): p.nbytes for p in (model.get_input_embeddings().weight, model.get_output_embeddings().weight)}
+                       .values())
+        packed = plan.weight_bytes(model, 4)[0]
+        assert packed == pytest.approx(embedded + (weights - embedded) / 4, rel=0.06), name
+
+
+TINY = LlamaConfig(vocab_size=4000, hidden_size=256, intermediate_size=512, num_hidden_layers=4, num_attention_heads=4,
+                   num_key_value_heads=2, tie_word_embeddings=True)
+
+
+@pytest.fixture
+def tiny_config(monkeypatch):
+    monkeypatch.setattr(plan, "config_of", lambda name: TINY)
+
+
+@pytest.mark.parametrize("bits", [None, 4, 16, 32])
+def test_a_plan_fits_and_is_the_largest(tiny_config, bits):
+    found = plan.plan("tiny", 1.5, bits=bits, max_context=1024)
+    room, left = found.room, found.room - found.fixed - found.unpacked
+    assert all(sum(parts) <= room for parts in found.phases.values()) and set(found.phases) == {"rollout", "learn"}
+    assert found.tokens % 1024 == 0 and found.bits == (bits or 16)
+    assert found.tokens == plan.MOST_TOKENS or plan.learn(found.model, int(1.1 * found.tokens) + 1024, 1024) > left
+    assert found.envs == plan.MOST_ENVS or sum(plan.roll(found.model, int(1.1 * found.envs) + 1, 1024)) > left
+    if bits == 4:
+        assert found.weights < plan.plan("tiny", 1.5, bits=16, max_context=1024).weights
+
+
+def test_a_teacher_is_planned_alone(tiny_config):
+    found = plan.plan("tiny", 2, max_context=512, teacher="tiny", top_k=64)
+    assert set(found.phases) == {"rollout", "learn", "teacher, alone", "distil"}
+    assert all(sum(parts) <= found.room for parts in found.phases.values())
+    assert "does not fit" not in plan.table(found) and "--micro-batch-tokens" in plan.table(found)
+
+
+def test_a_recurrent_model_can_be_planned():
+    config = Qwen3_5TextConfig(vocab_size=500, hidden_size=64, intermediate_size=96, num_hidden_layers=4, num_attention_heads=4,
+                               num_key_value_heads=2, head_dim=16, linear_num_key_heads=2, linear_num_value_heads=2,
+                               linear_key_head_dim=16, linear_value_head_dim=16)
+    model = plan.on_meta(config, torch.float32, 4)
+    assert plan.learn(model, 512, 128) > 0
+    cache, rest = plan.roll(model, 4, 128)
+    kv = 2 * 4 * 2 * 16 * 128 * 4  # of the one layer of attention
+    assert kv < cache < 10 * kv and rest > 0
+
+
+@pytest.mark.parametrize("gpu, context, message", [(1.02, 1024, "the smallest card is 2 GiB"), (1.2, 65536, "--max-context")])
+def test_a_card_too_small_says_what_fits(tiny_config, gpu, context, message):
+    with pytest.raises(BadInput, match=message):
+        plan.plan("tiny", gpu, max_context=context)
+
+
+@pytest.mark.parametrize("argv, message", [
+    (["--model", "x/y", "--gpu", "0.5"], "--gpu"), (["--model", "no/such", "--gpu", "24"], "Qwen/Qwen3-4B"),
+    (["--gpu", "24"], "--model"), (["--model", "m", "--gpu", "24", "--wrong"], "--wrong")])
+def test_bad_input_is_one_line(argv, message, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(BadInput, match=message):
+        plan.main(argv)
