@@ -44,6 +44,11 @@ KNOWN = {  # shapes of models that can be planned without a network
                          "num_attention_heads": 24, "linear_num_value_heads": 48, "tie_word_embeddings": False}}
 SAME_SHAPE = {"Qwen/Qwen3-4B-Instruct-2507": "Qwen/Qwen3-4B", "Qwen/Qwen3-4B-Thinking-2507": "Qwen/Qwen3-4B"}
 
+PRESETS = {  # what the plan says for Qwen/Qwen3-4B, rank 16, at this context
+    "24gb": {"max_context": 4096},
+    "48gb": {"max_context": 4096},
+    "80gb": {"max_context": 4096}}
+
 
 # Counting
 
@@ -318,8 +323,38 @@ def plan(name, gpu, *, bits=None, rank=16, max_context=4096, optimizer="adamw", 
 
 def options_of(found) -> dict:
     """The plan as fields of train.Config."""
-    return {"bits": found.bits, "num_envs": found.envs, "micro_batch_tokens": found.tokens,
-            "gradient_checkpointing": found.checkpointing, "optimizer": found.optimizer}
+    return {"bits": found.bits, "num_envs": found.envs, "micro_batch_tokens": found.tokens, "max_context": found.context,
+            "gradient_checkpointing": found.checkpointing}
+
+
+def apply_preset(config, argv):
+    """Set the fields of a train.Config that --preset speaks of and `argv` does not. For another model, context, rank or
+    optimizer than it was made for they are planned anew, and a line says what came out."""
+    if config.preset not in PRESETS:
+        raise BadInput(f"--preset must be one of {', '.join(PRESETS)}, got {config.preset!r}")
+    given = {word.partition("=")[0].lstrip("-").replace("-", "_") for word in argv if word.startswith("--")}
+    if config.model == "tiny":
+        raise BadInput("--preset is for a model of billions of parameters: pass --model, or leave it out")
+    preset = dict(PRESETS[config.preset])
+    if "max_context" in given:
+        preset["max_context"] = config.max_context
+    shape = config_of(config.model)
+    made_for = all(getattr(shape, key) == value for key, value in KNOWN["Qwen/Qwen3-4B"].items())
+    if not made_for or preset["max_context"] != PRESETS[config.preset]["max_context"] or config.lora_rank != 16 \
+            or config.optimizer != "adamw" or "bits" in given:
+        found = plan(config.model, float(config.preset.removesuffix("gb")), rank=config.lora_rank, optimizer=config.optimizer,
+                     bits=config.bits if "bits" in given and config.bits else None, max_context=preset["max_context"])
+        preset |= options_of(found)
+        print(f"--preset {config.preset} was made for Qwen/Qwen3-4B; planned anew for {config.model}: {as_words(found)}",
+              file=sys.stderr)
+    for name, value in preset.items():
+        if name not in given:
+            setattr(config, name, value)
+
+
+def as_words(found) -> str:
+    return " ".join([f"--bits {found.bits}", f"--num-envs {found.envs}", f"--micro-batch-tokens {found.tokens}",
+                     f"--max-context {found.context}", *["--gradient-checkpointing"] * found.checkpointing])
 
 
 def table(found) -> str:
@@ -330,9 +365,7 @@ def table(found) -> str:
         total = fixed + cache + rest
         lines.append(f"{phase:<15}  {fixed / GIB:>27.1f}  {cache / GIB:>6.1f}  {rest / GIB:>8.1f}  {total / GIB:>6.1f}"
                      + ("" if total <= found.room else "   does not fit"))
-    words = [f"--bits {found.bits}", f"--num-envs {found.envs}", f"--micro-batch-tokens {found.tokens}",
-             f"--max-context {found.context}", *["--gradient-checkpointing"] * found.checkpointing]
-    return "\n".join([*lines, "", "pass " + " ".join(words)])
+    return "\n".join([*lines, "", "pass " + as_words(found)])
 
 
 def main(argv=None):

@@ -8,6 +8,7 @@ episodes of a group begin with one prompt, which is encoded once. Three things m
 
 1. A kept cache is a batch of columns with holes: pads of earlier turns, and tokens after an end. The attention mask
    covers them, and `generate` counts positions along the mask, so a token's position is its place in its own episode.
+   Where the columns are a quarter more than the longest episode, they are packed anew (`pack`).
 2. Rows are chosen by their ids: a prompt takes the cache of a row that it begins with, token by token, or none.
 3. That works where every layer attends to all earlier tokens. A recurrent or sliding-window layer would see the holes,
    so for such a model every prompt is encoded anew (`keeps_cache`).
@@ -64,6 +65,18 @@ class Kept:
         return None
 
 
+def pack(cache, real_NP):
+    """Move the tokens of each row to the right, so that holes go; returns the mask that is left. Keys carry their positions."""
+    width = int(real_NP.sum(1).max())
+    if real_NP.shape[1] <= 1.25 * width:
+        return real_NP
+    order_NP = real_NP.argsort(dim=1, stable=True)[:, -width:]  # holes first, then tokens in their order
+    for layer in cache.layers:
+        index = order_NP[:, None, :, None].expand(-1, layer.keys.shape[1], -1, layer.keys.shape[3])
+        layer.keys, layer.values = layer.keys.gather(2, index), layer.values.gather(2, index)
+    return real_NP.gather(1, order_NP)
+
+
 def sampler(model, chat, *, temperature: float = 1.0, max_new_tokens: int = 32, keep_cache: bool = True):
     """`act(prompts) -> action ids`; temperature 0 is greedy. The whole distribution is sampled: `model` comes from
     `load_model`, which leaves no generation config that could cut it.
@@ -114,14 +127,12 @@ def sampler(model, chat, *, temperature: float = 1.0, max_new_tokens: int = 32, 
         if not any(row is not None for row in found):
             past = encode_once(prompts) if keep_cache else None
             found = [past.find(p) for p in prompts] if past else [None] * len(prompts)
-        elif past.real_NP.shape[1] > 2 * max(map(len, prompts)):  # mostly holes: episodes come and go
-            past, found = None, [None] * len(prompts)
         cache, real_NP = DynamicCache(config=causal.config), tensor([[]] * len(prompts)).long()
         starts = [0] * len(prompts)
         if past:
             cache, index = past.cache, tensor([row or 0 for row in found])
             cache.batch_select_indices(index)
-            real_NP = past.real_NP[index] * tensor([[row is not None] for row in found])
+            real_NP = pack(cache, past.real_NP[index] * tensor([[row is not None] for row in found]))
             starts = real_NP.sum(1).tolist()
         new_NT, new_mask_NT = left_pad([p[start:] for p, start in zip(prompts, starts)])
         mask_NT = torch.cat([real_NP, new_mask_NT], 1)

@@ -42,6 +42,7 @@ class Config:
     adapter: str = option("", "start from this LoRA adapter (a folder in PEFT's format)")
     bits: int = option(0, "weights of the base model: 4 (NF4), 16 (bf16), 32 (fp32); 0: bf16 on a GPU, else fp32")
     lora_rank: int = option(16, "rank of the LoRA adapter (alpha is twice that)")
+    preset: str = option("", "24gb, 48gb or 80gb: bits, context, batches that fit on such a card; your own options win (plan.py)")
     # How long, where to
     seed: int = option(0, "seed of everything random")
     steps: int = option(60, "training steps: batches of episodes (0: the warm start alone)")
@@ -104,6 +105,9 @@ def parse(config_class, argv=None, description=None):
     config, unknown = parser.parse_args_into_dataclasses(args=argv, return_remaining_strings=True)
     if unknown:
         refuse(f"unknown option {' '.join(unknown)}")
+    if config.preset:
+        from plan import apply_preset
+        apply_preset(config, sys.argv[1:] if argv is None else argv)
     check(config)
     return config
 

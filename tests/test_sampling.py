@@ -149,7 +149,7 @@ def test_holes_do_not_pile_up(monkeypatch):
                         generate(input_ids=input_ids, **how))
     played = play(model, Chat(tokenizer), envs=2)
     longest = max(len(t.rows[0].ids) for t in played)
-    assert len(widths) > 20 and max(widths) < 2 * longest + 60  # and one turn
+    assert len(widths) > 20 and max(widths) < 1.25 * longest + 60  # and one turn
 
 
 @pytest.mark.parametrize("name", ["qwen3", "gpt2", "llama"])
