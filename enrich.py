@@ -27,7 +27,7 @@ import random
 import sys
 from dataclasses import dataclass, replace
 
-from envs import BadInput
+from envs import BadInput, plain
 
 STRATEGIES = {  # (what is shown, in which turns); a second pair holds after the switch
     "none": [(None, "always")],
@@ -243,14 +243,14 @@ def show(env, task, schedule):
     import textwrap
 
     def column(text):
-        return [piece for line in text.splitlines() for piece in textwrap.wrap(line, 57) or [""]]
+        return [piece for line in plain(text).splitlines() for piece in textwrap.wrap(line, 57) or [""]]
 
     for turn, (observation, info, action) in enumerate(walk(EnrichedEnv(env, schedule), task, enriched=True), 1):
-        plain = observation.removesuffix("\n" + info["hint"]) if "hint" in info else observation
+        standard = observation.removesuffix("\n" + info["hint"]) if "hint" in info else observation
         print(f"\n{f'turn {turn}, standard':<58} | enriched")
-        for left, right in itertools.zip_longest(column(plain), column(observation), fillvalue=""):
+        for left, right in itertools.zip_longest(column(standard), column(observation), fillvalue=""):
             print(f"{left:<58} | {right}")
-        print(f"> {action}" if action else "(the end)")
+        print(plain(f"> {action}") if action else "(the end)")
 
 
 def draw(schedule, path):

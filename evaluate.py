@@ -157,7 +157,8 @@ def evaluate_config(config, run):
         for note, own in settings:
             torch.manual_seed(config.seed)
             result = evaluate(act, chat, own, tasks, samples=config.samples, max_turns=max_turns,
-                              max_new_tokens=config.max_new_tokens, max_context=config.max_context, history=config.history)
+                              max_new_tokens=config.max_new_tokens, max_context=config.max_context, history=config.history,
+                              step_timeout=config.step_timeout)
             rows.append((name + note, result))
 
     rows = []

@@ -6,6 +6,7 @@ A loss returns its micro-batch's share of the whole batch's loss (the normaliser
 not depend on how rows are packed, up to rounding. Where memory runs out, rows are packed smaller, and the run goes on.
 """
 import gc
+import math
 import random
 import sys
 from types import SimpleNamespace
@@ -87,8 +88,8 @@ def update(model, optimizer, batch, advantages_N, loss, *, pad_id, temperature=1
     another context brings its own (`Row.old_logp`). Rows without advantage
     are not computed unless there is a reference, whose KL they pay; the normalisers count them all the same, and the
     metrics are over the rows computed. more(k) adds the gradient of another term of the loss to optimizer step k and
-    returns its value (distill.py); the batch may then be empty. Raises FloatingPointError when a gradient or a
-    parameter is not finite.
+    returns its value (distill.py); the batch may then be empty. An optimizer step whose gradient is not finite is left
+    out and counted (`skipped_steps`). Raises FloatingPointError when a step makes a parameter that is not finite.
 
     importance_cap C > 0: where the sampler's log-probs differ from the learner's (a model of 4 bits, bf16), each token's
     gradient is weighed by min(pi_old / pi_sampler, C), the KL's to a reference too. The metrics sampler_gap and
@@ -155,9 +156,11 @@ def update(model, optimizer, batch, advantages_N, loss, *, pad_id, temperature=1
             totals["more"] = totals.get("more", 0) + more(k) / minibatches
         elif not pairs_of_part:
             continue
-        norms.append(torch.nn.utils.clip_grad_norm_(trainable, max_grad_norm).item())
-        if norms[-1] != norms[-1] or norms[-1] == float("inf"):
-            raise FloatingPointError(f"the gradient is {norms[-1]}")
+        norm = torch.nn.utils.clip_grad_norm_(trainable, max_grad_norm).item()
+        if not math.isfinite(norm):
+            totals["skipped_steps"] = totals.get("skipped_steps", 0) + 1
+            continue
+        norms.append(norm)
         optimizer.step()
         if not all(p.isfinite().all() for p in trainable):
             raise FloatingPointError("the step made parameters that are not finite")
@@ -166,7 +169,7 @@ def update(model, optimizer, batch, advantages_N, loss, *, pad_id, temperature=1
     stats = {"learn_tokens": totals.get("tokens", 0), "loss": totals.get("loss", 0.0), "grad_norm": sum(norms) / max(len(norms), 1),
              "entropy": totals.get("entropy", 0.0) / tokens, "approx_kl": totals.get("approx_kl", 0.0) / tokens,
              "clip_fraction": totals.get("clipped", 0) / units, "ratio_max": totals.get("ratio_max", 1.0),
-             "micro_batch_tokens": micro_batch_tokens}
+             "micro_batch_tokens": micro_batch_tokens, "skipped_steps": totals.get("skipped_steps", 0)}
     if totals.get("known"):
         stats |= {"sampler_gap": totals["sampler_gap"] / totals["known"], "sampler_gap_max": totals["sampler_gap_max"]}
     if more:

@@ -8,15 +8,18 @@ decoded and encoded again, and no mask is guessed from ids. A row is one unbroke
 extends the tokens so far, the row goes on; if not (a windowed history, a template that strips earlier thinking), a
 new row starts. Text from the environment is encoded so that it can never produce a special token.
 """
+import contextlib
 import json
 import math
 import re
+import signal
 import sys
+import threading
 from collections import deque
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
-from envs import BadInput
+from envs import BadInput, plain
 
 ENDS = ("success", "failure", "turn_limit", "context_full", "env_error")
 END_TOKENS = ("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|end_of_text|>", "</s>")
@@ -111,7 +114,9 @@ class Chat:
             raise BadInput(f"this model's chat template refuses the conversation: {error}") from error
 
     def _text_ids(self, text: str) -> tuple[int, ...]:
-        """Outside text -> ids, none of them an added token: such a token's text is cut after its first character."""
+        """Outside text -> ids, none of them an added token: such a token's text is cut after its first character. Halves of
+        surrogate pairs, which no tokenizer takes, become "?"."""
+        text = text.encode("utf-8", "replace").decode("utf-8")
         ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
         if self.special_ids.isdisjoint(ids):
             return tuple(ids)
@@ -218,14 +223,15 @@ def rows_of(trajectory, chat, history) -> list[Row]:
 
 
 def rollout(act, chat: Chat, envs: list, requests: list[Request], *, max_turns: int, max_new_tokens: int = 32,
-            max_context: int = 2048, history: str = "full") -> list[Trajectory]:
+            max_context: int = 2048, history: str = "full", step_timeout: float = 0.0) -> list[Trajectory]:
     """Play every request, at most len(envs) at a time; results in the order of the requests.
 
     act: `act(prompts) -> sampled ids` for a batch of prompts (see sampling.py); `act([])` says that no episode goes on.
     max_turns: actions per episode.
     max_context: tokens of prompt and action together. history: "full" keeps the conversation, "window:2" rebuilds each
     prompt from the first observation, all past actions and the last 2 observations. An exception inside an environment,
-    or an answer that is not of the contract's types, ends that episode alone: end "env_error", reward NaN.
+    or an answer that is not of the contract's types, ends that episode alone: end "env_error", reward NaN. So does a
+    reset or step that takes longer than `step_timeout` seconds (0: no limit; in the main thread only).
     """
     if history != "full" and not re.fullmatch(r"window:[1-9]\d*", history):
         raise BadInput(f"history must be full or window:N, got {history!r}")
@@ -239,7 +245,8 @@ def rollout(act, chat: Chat, envs: list, requests: list[Request], *, max_turns: 
         while pending and idle:
             env, (request, trajectory) = idle.pop(), pending.popleft()
             how = {"enriched": True} if request.enriched else {}  # an environment without hints never sees the word
-            answer = guarded(trajectory, lambda: env.reset(task=request.task, seed=request.seed, **how), (str, dict))
+            answer = guarded(trajectory, lambda: env.reset(task=request.task, seed=request.seed, **how), (str, dict),
+                             step_timeout)
             if answer is None:  # used again only when no other is left: a dead one would break every waiting episode
                 aside.append(env)
                 continue
@@ -254,7 +261,7 @@ def rollout(act, chat: Chat, envs: list, requests: list[Request], *, max_turns: 
         playing = [(env, t) for env, t in active if not t.end]
         idle += [env for env, t in active if t.end]
         for (env, trajectory), prompt, action_ids in zip(playing, prompts, act(prompts)):
-            play_turn(env, trajectory, chat, prompt, action_ids, max_turns)
+            play_turn(env, trajectory, chat, prompt, action_ids, max_turns, step_timeout)
         idle += [env for env, t in playing if t.end]
         active = [(env, t) for env, t in playing if not t.end]
     act([])
@@ -268,9 +275,9 @@ def refuse_if_nothing_fits(played, max_context):
                        f"{max_context}; raise --max-context or lower --max-new-tokens")
 
 
-def play_turn(env, trajectory, chat, prompt, action_ids, max_turns):
+def play_turn(env, trajectory, chat, prompt, action_ids, max_turns, step_timeout):
     action = chat.action_text(action_ids)
-    answer = guarded(trajectory, lambda: env.step(action), (str, float, bool, bool, dict))
+    answer = guarded(trajectory, lambda: env.step(action), (str, float, bool, bool, dict), step_timeout)
     observation, reward, terminated, truncated, info = answer or ("", math.nan, False, False, {})
     trajectory.turns.append(Turn(prompt, action_ids, action, observation, reward, bool(info.get("valid", False)),
                                  "end" if action_ids and action_ids[-1] in chat.end_ids else "length",
@@ -287,16 +294,40 @@ def play_turn(env, trajectory, chat, prompt, action_ids, max_turns):
         trajectory.end = "turn_limit"
 
 
-def guarded(trajectory, call, types):
+class TookTooLong(BaseException):
+    """Not an Exception, so that an environment that catches everything does not catch this."""
+
+
+@contextlib.contextmanager
+def time_limit(seconds):
+    """Raise TookTooLong in the block after so many seconds, whatever it waits for in Python or in a system call."""
+    def late(*_):
+        raise TookTooLong
+
+    if not seconds or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGALRM, late)
+    signal.setitimer(signal.ITIMER_REAL, seconds, 1.0)  # and again each second, if it is swallowed
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def guarded(trajectory, call, types, seconds=0.0):
     """The environment's answer as these types, or None if it broke: then the episode has ended, and a line says why."""
     try:
-        answer = call()
+        with time_limit(seconds):
+            answer = call()
         if len(answer) != len(types) or not isinstance(answer[0], str):
             raise TypeError(f"expected {len(types)} values, text first, got {type(answer[0]).__name__} of {len(answer)}")
         return tuple(kind(value) for kind, value in zip(types, answer))
     except BadInput:
         raise
-    except Exception as error:  # anything: a broken environment must not end a run of days
-        trajectory.end, trajectory.reward, trajectory.error = "env_error", math.nan, f"{type(error).__name__}: {error}"
-        print(f"{trajectory.task}: the environment broke, its episode ends here: {trajectory.error}", file=sys.stderr)
+    except (Exception, TookTooLong) as error:  # anything: a broken environment must not end a run of days
+        why = f"no answer in {seconds:g} s" if isinstance(error, TookTooLong) else f"{type(error).__name__}: {error}"
+        trajectory.end, trajectory.reward, trajectory.error = "env_error", math.nan, why
+        print(plain(f"{trajectory.task}: the environment broke, its episode ends here: {why[:500]}"), file=sys.stderr)
         return None

@@ -23,23 +23,25 @@ from envs import BadInput, make_env, parse_options
 from evaluate import evaluate, fixed_tasks, table
 from model import load_model
 from rollout import Chat, Request, refuse_if_nothing_fits, rollout
-from runs import append, episode_metrics, read, record, replace, run_folder, same_options, write_config
+from runs import about, append, episode_metrics, read, record, replace, run_folder, same_options, write_config
 from sampling import sampler
 from state import StateEnv, count_edits, entries, model_edits, read_state
 from teacher import check_tokenizer
 from train import load_policy, tasks_of
 from warmstart import warm_up
 
-FREE = {"rounds", "out", "resume", "overwrite", "micro_batch_tokens", "num_envs"}  # options a resumed run may change
+FREE = {"rounds", "out", "resume", "overwrite", "micro_batch_tokens", "num_envs", "step_timeout",
+        "preset"}  # options a resumed run may change
 PHASES = ("start", "state", "teacher", "policy", "round", "report")  # their order in a round
 
 
 def resume(folder, config, algorithm) -> int:
     """Refuse another run's options; cut off what unfinished phases have logged. Returns the phases that are finished."""
-    same_options(folder, config, algorithm, FREE)
+    if not folder.is_dir():
+        raise BadInput(f"there is no run in {folder} to resume; start without --resume")
+    if about(folder) or any(folder.iterdir()):  # a start that was stopped at once may have left it empty
+        same_options(folder, config, algorithm, FREE)
     finished = {path.stem for path in (folder / "phases").glob("*.json")}
-    if not finished:
-        raise BadInput(f"{folder} has no finished phase to resume from; start without --resume")
     for name in ("metrics.jsonl", "rollouts.jsonl"):
         keep = [row for row in read(folder / name) if row["phase"] in finished]
         replace(folder / name, "".join(json.dumps(row) + "\n" for row in keep))
@@ -55,7 +57,7 @@ class Loop:
                    config.instances * config.outcomes_per_condition)
         self.envs = [make_env(config.env, self.options) for _ in range(min(config.num_envs, most))]
         self.limits = {"max_turns": config.max_turns or self.envs[0].max_turns, "max_new_tokens": config.max_new_tokens,
-                       "max_context": config.max_context, "history": config.history}
+                       "max_context": config.max_context, "history": config.history, "step_timeout": config.step_timeout}
         self.model, self.number, self.seen = None, None, {}
         for name in ("states", "policies", "phases"):
             (self.folder / name).mkdir(exist_ok=True)

@@ -7,18 +7,21 @@
         metrics.jsonl       one line a step              rollouts.jsonl      one line an episode
         evaluations.jsonl   one line an evaluation       curve.png
         adapter/            the trained adapter in PEFT's format
-        checkpoint/         adapter, optimizer and step: written beside, then renamed
+        checkpoint/         adapter, optimizer and step: written beside, then renamed; checkpoint.old/ is the one before
 """
 import contextlib
 import dataclasses
+import hashlib
 import importlib.metadata
 import json
 import math
 import os
 import resource
 import shutil
+import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 from envs import BadInput
@@ -42,7 +45,7 @@ def run_folder(config, algorithm, resuming=None):
 
 
 FREE = {"steps", "out", "resume", "overwrite", "lr", "save_every", "eval_every", "eval_episodes", "eval_temperature",
-        "micro_batch_tokens", "tensorboard"}  # options that a resumed run may change
+        "micro_batch_tokens", "tensorboard", "step_timeout", "preset"}  # options that a resumed run may change
 
 
 def open_folder(config, algorithm, resuming=None) -> tuple[Path, int]:
@@ -66,14 +69,18 @@ def open_folder(config, algorithm, resuming=None) -> tuple[Path, int]:
 
 
 def resume(folder, config, algorithm) -> int:
-    """The step to go on from; refuses another run's options, and cuts off what was logged after the checkpoint."""
+    """The step to go on from, 0 where none was saved yet; refuses another run's options, and cuts off what was logged after
+    the checkpoint."""
+    if not folder.is_dir():
+        raise BadInput(f"there is no run in {folder} to resume; start without --resume")
+    if about(folder) or any(folder.iterdir()):  # a start that was stopped at once may have left it empty
+        same_options(folder, config, algorithm, FREE)
     step = checkpoint_step(folder)
-    same_options(folder, config, algorithm, FREE)
     done = [row["step"] for row in read(folder / "evaluations.jsonl") if row["split"] == "test"]
     if step >= config.steps and config.steps in done:
         raise BadInput(f"the run in {folder} has done its {step} steps; to go on, raise --steps")
     for name in ("metrics.jsonl", "rollouts.jsonl", "evaluations.jsonl"):
-        keep = [row for row in read(folder / name) if row["step"] <= step]
+        keep = [row for row in read(folder / name) if 0 < step >= row["step"]]
         replace(folder / name, "".join(json.dumps(row) + "\n" for row in keep))
     return step
 
@@ -139,30 +146,80 @@ def replace(path, text: str):
     os.replace(beside, path)
 
 
+@contextlib.contextmanager
+def interrupts():
+    """Ctrl-C ends the step that is under way: `stopping()` is true after one, a second one stops at once."""
+    pressed = []
+
+    def handler(*_):
+        pressed.append(True)
+        signal.signal(signal.SIGINT, before)
+        print("\nstopping after this step; Ctrl-C again stops at once, without it", file=sys.stderr, flush=True)
+
+    before = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGINT, handler)
+    try:
+        yield lambda: bool(pressed)
+    finally:
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGINT, before)
+
+
 def save_checkpoint(folder, model, optimizer, step):
     """Everything that the next step needs; random draws are functions of (seed, step) and need nothing."""
     import torch
 
     new, current, old = folder / "checkpoint.new", folder / "checkpoint", folder / "checkpoint.old"
-    for leftover in (new, old):
-        shutil.rmtree(leftover, ignore_errors=True)
+    shutil.rmtree(new, ignore_errors=True)
     model.save_pretrained(new)  # the adapter, and the frozen "reference" beside it where there is one
     torch.save(optimizer.state_dict(), new / "optimizer.pt")
-    (new / "step.json").write_text(json.dumps({"step": step}))
+    (new / "step.json").write_text(json.dumps({"step": step, "run": fingerprint(folder), "sha256": sums(new)}))
     if current.exists():
+        shutil.rmtree(old, ignore_errors=True)
         current.rename(old)
     new.rename(current)
-    shutil.rmtree(old, ignore_errors=True)
+
+
+def sums(checkpoint) -> dict[str, str]:
+    return {str(path.relative_to(checkpoint)): hashlib.sha256(path.read_bytes()).hexdigest()
+            for path in sorted(checkpoint.rglob("*")) if path.is_file() and path.name != "step.json"}
+
+
+def fingerprint(folder) -> str:
+    """Of a run's options, without those that a resumed one may change."""
+    options = {name: value for name, value in about(folder).items() if name not in FREE | {"commit", "python", "versions"}}
+    return hashlib.sha256(json.dumps(options, sort_keys=True).encode()).hexdigest()
 
 
 def checkpoint_step(folder) -> int:
-    """The step of the folder's checkpoint; one that a stop left half renamed is put back."""
+    """The step of the folder's checkpoint, which may be put back from the one before; 0: none was saved yet.
+
+    A checkpoint that is cut, changed or another run's is refused with a line, and the one before it used.
+    """
     current, old = folder / "checkpoint", folder / "checkpoint.old"
-    if not current.exists() and old.exists():
-        old.rename(current)
-    if not (current / "step.json").exists():
-        raise BadInput(f"{folder} has no checkpoint to resume from; start without --resume")
-    return json.loads((current / "step.json").read_text())["step"]
+    refused = []
+    for checkpoint in (current, old):
+        if not checkpoint.exists():
+            continue
+        try:
+            kept = json.loads((checkpoint / "step.json").read_text())
+            wrong = "" if kept["run"] == fingerprint(folder) else "it is of another run"
+            wrong = wrong or ("" if kept["sha256"] == sums(checkpoint) else "its files are not those that were saved")
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            wrong = f"its step.json cannot be read ({type(error).__name__})"
+        if wrong:
+            refused.append(f"{checkpoint}: {wrong}")
+            continue
+        if checkpoint is old:
+            shutil.rmtree(current, ignore_errors=True)
+            old.rename(current)
+        for line in refused:
+            print(f"{line}; going on from the one before, step {kept['step']}", file=sys.stderr)
+        return kept["step"]
+    if refused:
+        raise BadInput(f"no checkpoint can be used ({'; '.join(refused)}): start again with --overwrite")
+    return 0
 
 
 def record(step, trajectory) -> dict:

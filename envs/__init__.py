@@ -136,3 +136,8 @@ def parse_action(text: str) -> str:
         text = tagged[-1]
     line = next((line.strip() for line in text.splitlines() if line.strip()), "")
     return re.sub(r"^(action\s*:|>)\s*", "", line, flags=re.IGNORECASE).strip()
+
+
+def plain(text: str) -> str:
+    """For a terminal: characters that could move its cursor, change its colours or hide text are spelled out, as \\x1b."""
+    return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text)

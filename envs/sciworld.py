@@ -130,6 +130,11 @@ def _shared_java(java=None):
         except Py4JError as error:
             java.stop()         # it may hang instead of being dead
             raise SimulatorDied(f"ScienceWorld's JVM no longer answers: reset() starts a new one ({error})") from error
+        except Exception:
+            raise
+        except BaseException:   # cut off in the middle of a call: the next one would get this one's answer
+            java.stop()
+            raise
 
 
 class SciWorld(Env):
