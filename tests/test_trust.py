@@ -25,6 +25,7 @@ import gspo
 import learner
 import runs
 from envs import BadInput, parse_action, plain
+from envs.keydoor import KeyDoor
 from rollout import Chat, Request, rollout
 from runs import read
 from state import apply_edits, parse_edits
@@ -215,6 +216,16 @@ def test_a_broken_environment_ends_its_episode_alone(word_chat, capsys, kind, en
     assert [t.end for t in played] == ["turn_limit", end, "turn_limit"] and said in played[1].error
     assert time.perf_counter() - started < 20 and "\x1b" not in capsys.readouterr().err
     assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
+
+
+def test_an_environment_that_always_breaks_is_one_line(tmp_path, monkeypatch):
+    def broken(*_):
+        raise ConnectionError("the server is gone")
+
+    monkeypatch.setattr(KeyDoor, "step", broken)
+    with pytest.raises(BadInput, match="broke in every episode, last with ConnectionError"):
+        grpo.main([*TRAIN, "--eval-every", "0", "--out", str(tmp_path / "run")])
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_killed_jvm_ends_its_episodes_and_the_run_goes_on(word_chat):
