@@ -32,7 +32,7 @@ from state import apply_edits, parse_edits
 
 ROOT = Path(__file__).parent.parent
 KILLS = int(os.environ.get("KILLS", "1"))
-TIMES = ("seconds", "per_second", "memory")  # what a stop may change
+TIMES = ("seconds", "per_second", "peak_memory_bytes")  # what a stop may change
 TRAIN = ["--env-options", "stages=2", "--steps", "6", "--tasks-per-step", "2", "--group", "2", "--save-every", "2",
          "--eval-every", "3", "--eval-episodes", "4", "--max-new-tokens", "8"]
 LOOP = ["--rounds", "2", "--steps", "3", "--reflection-batch", "8", "--instances", "8", "--tasks-per-step", "2", "--group", "2",
