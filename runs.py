@@ -13,6 +13,7 @@ import contextlib
 import dataclasses
 import hashlib
 import importlib.metadata
+import io
 import json
 import math
 import os
@@ -173,7 +174,9 @@ def save_checkpoint(folder, model, optimizer, step):
     new, current, old = folder / "checkpoint.new", folder / "checkpoint", folder / "checkpoint.old"
     shutil.rmtree(new, ignore_errors=True)
     model.save_pretrained(new)  # the adapter, and the frozen "reference" beside it where there is one
-    torch.save(optimizer.state_dict(), new / "optimizer.pt")
+    buffer = io.BytesIO()
+    torch.save(optimizer.state_dict(), buffer)
+    (new / "optimizer.pt").write_bytes(buffer.getbuffer())  # to a full disk, torch's own writer does not say what is wrong
     (new / "step.json").write_text(json.dumps({"step": step, "run": fingerprint(folder), "sha256": sums(new)}))
     if current.exists():
         shutil.rmtree(old, ignore_errors=True)

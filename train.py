@@ -15,6 +15,7 @@ What a run writes is in runs.py; what happens between episodes and an optimizer 
 """
 import logging
 import os
+import pickle
 import random
 import sys
 import time
@@ -230,7 +231,7 @@ def load_policy(config, options, checkpoint=None):
         if checkpoint and os.path.isdir(os.path.join(checkpoint, "reference")):
             model.load_adapter(os.path.join(checkpoint, "reference"), "reference")
             in_input_dtype(model)
-    except (OSError, ValueError, ImportError, RuntimeError) as error:
+    except (OSError, ValueError, ImportError, RuntimeError, pickle.UnpicklingError) as error:
         raise BadInput(f"cannot load the model {config.model!r}: {str(error).strip().splitlines()[0]}") from error
     if config.gradient_checkpointing:
         base.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
