@@ -180,7 +180,7 @@ def parse(argv):
         refuse(f"--sampled is a share in 0.1..1, got {args.sampled}")
     if args.episodes % args.group or args.rows % args.group:
         refuse(f"--episodes {args.episodes} and --rows {args.rows} must be whole groups of {args.group}: change --group")
-    if args.rows % args.peer_rows or args.episodes % args.peer_rows:
+    if args.rows % args.peer_rows or args.episodes % min(args.peer_rows, args.episodes):
         refuse(f"--rows {args.rows} and --episodes {args.episodes} must be multiples of --peer-rows {args.peer_rows}")
     if not tiny and not os.path.exists(os.path.join(args.model, "config.json")):
         raise BadInput(f"the folder {args.model} holds no model (no config.json): pass a folder, or tiny")
