@@ -18,8 +18,7 @@ What is measured is in bench_work.py (ours, growth, limit) and bench_trl.py (TRL
    pairs run with an allocator that keeps its memory (TUNED), on both sides; "stock" is both as they come. Kept memory
    counts as used: the stock figures tell the peak under the default.
 4. The gradients of the two sides must agree, and the numbers of tokens sampled and played, else no ratio is told.
-5. Activations are kept on both sides and nothing is autocast. TRL's defaults are to recompute activations
-   (--checkpointing does so on both sides) and to autocast to bf16 (--peer-autocast).
+5. Activations are kept on both sides; TRL's default is to recompute them (--checkpointing does so on both sides).
 """
 import argparse
 import json
@@ -60,8 +59,9 @@ def measure(how):
 
     import bench_trl
     import bench_work
+    from model import add_lora
     torch.set_num_threads(how.threads)
-    model, tokenizer = bench_work.policy(how)
+    model, tokenizer = bench_work.policy(how, add_lora if how.side == "ours" else bench_trl.add_lora)
     if how.task in ("growth", "limit"):
         return getattr(bench_work, how.task)(how, model, tokenizer)
     side = {"ours": bench_work, "trl": bench_trl}[how.side]
@@ -69,7 +69,8 @@ def measure(how):
     before = memory(reset=True)
     done = work() or {}
     if how.gradient:
-        torch.save(torch.cat([p.grad.flatten() for _, p in sorted(model.named_parameters()) if p.requires_grad]), how.gradient)
+        trainable = [p for _, p in sorted(model.named_parameters()) if p.requires_grad]
+        torch.save(torch.cat([p.grad.flatten() for p in trainable]), how.gradient)
     cpu = time.process_time()
     seconds = bench_work.clock(work)
     return {"seconds": seconds, "cpu_seconds": time.process_time() - cpu, "peak_bytes": memory("VmHWM") - before, **done}
@@ -151,7 +152,8 @@ def parse(argv):
     parser.add_argument("--micro-batch-tokens", type=int, default=0, help="ours: padded tokens of a forward pass "
                         "(default: those of the rows, 8192 at most)")
     parser.add_argument("--peer-rows", type=int, default=0, help="TRL's: rows of a forward pass (default: --rows)")
-    parser.add_argument("--peer-autocast", action="store_true", help="TRL's: bf16=True, its default, instead of False")
+    parser.add_argument("--no-peer-autocast", dest="peer_autocast", action="store_false",
+                        help="TRL's: a bf16 model without autocast to bf16, TRL's default")
     parser.add_argument("--checkpointing", action="store_true", help="recompute activations, on both sides")
     parser.add_argument("--episodes", type=int, default=0, help="rollout: episodes at a time (tiny: 32, else 8)")
     parser.add_argument("--group", type=int, default=0, help="episodes of a group (tiny: 8, else 4)")
@@ -202,7 +204,8 @@ def main(argv=None):
         if not found.startswith(f"{PEER}."):
             raise BadInput(f"{args.what} needs TRL {PEER}, found {found}: pip install -r bench-requirements.txt "
                            "(growth and limit do without)")
-    figures = {"settings": vars(args), "versions": {name: metadata.version(name) for name in ("torch", "transformers", "peft")}}
+    versions = {name: metadata.version(name) for name in ("torch", "transformers", "peft")}
+    figures = {"settings": vars(args), "versions": versions}
     for what in ("learner", "rollout", "step", "growth", "limit") if args.what == "all" else (args.what,):
         figures |= alone(args, what) if what in ("growth", "limit") else compare(args, what)
         if args.json:

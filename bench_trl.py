@@ -5,11 +5,22 @@ learner: `compute_loss` (loss_type "grpo", beta 0) on the rows, the observations
 rollout: `_generate_and_score_completions`, all that the trainer does before a loss: its multi-turn loop over an
 `environment_factory` with plain `generate`. No model here writes tool calls, so its parser of answers is replaced by one
 that takes every action for a call; the loop itself is untouched.
+
+The adapter is PEFT's as it comes. A bf16 model runs under TRL's default, autocast to bf16, unless --no-peer-autocast.
 """
 import os
 import tempfile
 
 from bench_work import make_rows, signs, text_of
+
+
+def add_lora(model, rank):
+    """The weights of model.add_lora, computed with as PEFT does."""
+    import torch
+    from peft import LoraConfig, get_peft_model
+    torch.manual_seed(0)
+    return get_peft_model(model, LoraConfig(r=rank, lora_alpha=2 * rank, lora_dropout=0.0, bias="none",
+                                            target_modules="all-linear", task_type="CAUSAL_LM")).eval()
 
 
 def make_trainer(how, model, tokenizer, rows):
@@ -46,9 +57,9 @@ def make_trainer(how, model, tokenizer, rows):
 
     groups = range(max(how.episodes // how.group, 1))
     prompts = [[{"role": "user", "content": text_of(length, how.prompt_tokens, group)}] for group in groups]
-    batch = min(how.peer_rows or rows, rows)
+    batch, autocast = min(how.peer_rows, rows), how.peer_autocast and model.dtype == torch.bfloat16
     args = grpo_trainer.GRPOConfig(
-        output_dir=tempfile.gettempdir(), report_to="none", use_cpu=not torch.cuda.is_available(), bf16=how.peer_autocast,
+        output_dir=tempfile.gettempdir(), report_to="none", use_cpu=not torch.cuda.is_available(), bf16=autocast,
         loss_type="grpo", beta=0.0, temperature=1.0, per_device_train_batch_size=batch, num_generations=how.group,
         gradient_accumulation_steps=rows // batch, gradient_checkpointing=how.checkpointing,
         gradient_checkpointing_kwargs={"use_reentrant": False}, max_completion_length=10 ** 6,

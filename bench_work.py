@@ -54,11 +54,11 @@ class FixedEnv(Env):
         return self.observation, self.reward, False, False, {"success": False, "valid": True}
 
 
-def policy(how):
-    """(model with a shaken adapter, tokenizer with TEMPLATE): the same ones in every process."""
+def policy(how, add_lora):
+    """(model with a shaken adapter, tokenizer with TEMPLATE): the same in every process; each side has its `add_lora`."""
     import torch
 
-    from model import add_lora, default_device, load_model
+    from model import default_device, load_model
     if how.model == "tiny":
         from transformers import Qwen3Config, Qwen3ForCausalLM
 
