@@ -1,0 +1,221 @@
+"""Speed and memory of the learner and of rollouts: beside TRL on the same work, and beside the machine's own limits.
+
+    pip install -r bench-requirements.txt                             # the peer; `growth` and `limit` do without it
+    OMP_NUM_THREADS=1 python bench.py all --json speed.json           # tiny: a random Qwen3 with the real vocabulary
+    OMP_NUM_THREADS=1 python bench.py learner --model DIR --pairs 5   # a real model, in bf16
+
+learner: forward, backward, clipping and AdamW step of GRPO on given rows. rollout: episodes of a fixed number of turns and
+tokens. step: a rollout, then the learner on it. growth: late turns of a long episode against early ones, and the learner's
+memory against the number of rows. limit: shares of the machine's matrix products and memory copies.
+What is measured is in bench_work.py (ours, growth, limit) and bench_trl.py (TRL 1.16, transformers backend). How:
+
+1. Each figure comes from a process of its own, which does the work once to warm up and once on the clock. Ours and the
+   peer's take turns; a ratio is ours / TRL's, the median over the pairs. Both have the same weights, rows, lengths,
+   environment and threads, both sample at temperature 1, and no end token exists that could cut an action short.
+2. Memory is the peak of resident memory from just before the first pass, less what was resident then (on a GPU: of
+   allocated memory). Linux only.
+3. glibc gives large blocks back to the system at once and pays for each page again: half of TRL's time on a CPU. So the
+   pairs run with an allocator that keeps its memory (TUNED), on both sides; "stock" is both as they come. Kept memory
+   counts as used: the stock figures tell the peak under the default.
+4. The gradients of the two sides must agree, and the numbers of tokens sampled and played, else no ratio is told.
+5. Activations are kept on both sides; TRL's default is to recompute them (--checkpointing does so on both sides).
+"""
+import argparse
+import json
+import os
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from importlib import metadata
+from types import SimpleNamespace
+
+from envs import BadInput
+
+PEER = "1.16"
+TUNED = {"MALLOC_MMAP_THRESHOLD_": "17179869184", "MALLOC_TRIM_THRESHOLD_": "17179869184", "MALLOC_TOP_PAD_": "268435456"}
+REAL = {"rows": (16, 4), "episodes": (32, 8), "group": (8, 4), "growth_episodes": (8, 2)}  # defaults: tiny, a real model
+
+
+def memory(key="VmRSS", reset=False):
+    """Bytes now (VmRSS) or at most since the last reset (VmHWM)."""
+    import torch
+    if torch.cuda.is_available():
+        if reset:
+            torch.cuda.reset_peak_memory_stats()
+        return torch.cuda.max_memory_allocated() if key == "VmHWM" else torch.cuda.memory_allocated()
+    if reset:
+        with open("/proc/self/clear_refs", "w") as file:
+            file.write("5")
+    with open("/proc/self/status") as file:
+        return 1024 * int(re.search(rf"{key}:\s+(\d+)", file.read())[1])
+
+
+def measure(how):
+    """In a process of its own: one side of one task, as a dict of figures."""
+    import torch
+
+    import bench_trl
+    import bench_work
+    from model import add_lora
+    torch.set_num_threads(how.threads)
+    model, tokenizer = bench_work.policy(how, add_lora if how.side == "ours" else bench_trl.add_lora)
+    if how.task in ("growth", "limit"):
+        return getattr(bench_work, how.task)(how, model, tokenizer)
+    side = {"ours": bench_work, "trl": bench_trl}[how.side]
+    work = getattr(side, f"{how.task}_work")(how, model, tokenizer)
+    before = memory(reset=True)
+    done = work() or {}
+    if how.gradient:
+        trainable = [p for _, p in sorted(model.named_parameters()) if p.requires_grad]
+        torch.save(torch.cat([p.grad.flatten() for p in trainable]), how.gradient)
+    cpu = time.process_time()
+    seconds = bench_work.clock(work)
+    return {"seconds": seconds, "cpu_seconds": time.process_time() - cpu, "peak_bytes": memory("VmHWM") - before, **done}
+
+
+def run(args, task, side="ours", tuned=True, **more):
+    """measure() in a process of its own."""
+    how = vars(args) | {"task": task, "side": side, "gradient": ""} | more
+    kept = {key: value for key, value in os.environ.items() if not key.startswith("MALLOC_")}
+    env = kept | {"OMP_NUM_THREADS": str(args.threads), "TOKENIZERS_PARALLELISM": "false"} | (TUNED if tuned else {})
+    done = subprocess.run([sys.executable, __file__, "measure", json.dumps(how)], env=env, text=True, check=False,
+                          capture_output=True)
+    if done.returncode:
+        last = (done.stderr.strip().splitlines() or ["nothing said: out of memory?"])[-1].removeprefix("error: ")
+        raise BadInput(f"{task}, {side}: the measuring process ended with {done.returncode}: {last}")
+    return json.loads(done.stdout.strip().splitlines()[-1])
+
+
+def compare(args, task):
+    """{task.name: figure} of the pairs: ours beside TRL's."""
+    import torch
+    pairs, stock, figures = [], {}, {}
+    with tempfile.TemporaryDirectory() as folder:
+        for n in range(args.pairs):
+            paths = {side: os.path.join(folder, side) for side in ("ours", "trl")}
+            pair = {side: run(args, task, side, gradient="" if n or task != "learner" else paths[side]) for side in paths}
+            for what in {"sampled", "positions"} & set(pair["ours"]):
+                if pair["ours"][what] != pair["trl"][what]:
+                    raise RuntimeError(f"{task}: {what} tokens differ, {pair['ours'][what]} and {pair['trl'][what]}")
+            if n == 0 and task == "learner":
+                ours, trl = (torch.load(path) for path in paths.values())
+                figures["gradient_difference"] = ((ours - trl).norm() / trl.norm()).item()
+                if not figures["gradient_difference"] < (1e-3 if args.model == "tiny" else 0.1):  # bf16: 8 bits
+                    raise RuntimeError(f"the gradients differ by {figures['gradient_difference']:.2g} of their length")
+            pairs.append(pair)
+            say(f"{task} {n + 1}/{args.pairs}: " + ", ".join(
+                f"{side} {p['seconds']:.2f} s {p['peak_bytes'] / 1e9:.2f} GB" for side, p in pair.items()))
+    for side in ("ours", "trl") if args.stock else ():
+        stock[side] = run(args, task, side, tuned=False)
+        say(f"{task} stock: {side} {stock[side]['seconds']:.2f} s {stock[side]['peak_bytes'] / 1e9:.2f} GB")
+    for name, field in (("time_ratio", "seconds"), ("cpu_time_ratio", "cpu_seconds"), ("memory_ratio", "peak_bytes")):
+        figures[name] = statistics.median(pair["ours"][field] / pair["trl"][field] for pair in pairs)
+        if stock:
+            figures[f"stock_{name}"] = stock["ours"][field] / stock["trl"][field]
+    return {f"{task}.{name}": value for name, value in (figures | {"pairs": pairs, "stock": stock}).items()}
+
+
+def alone(args, task):
+    """{task.name: figure}: medians over the runs of growth or limit."""
+    sizes = {"episodes": args.growth_episodes, "group": 1, "turns": args.growth_turns} if task == "growth" else {}
+    runs = [run(args, task, **sizes) for _ in range(args.pairs)]
+    figures = {name: statistics.median(run[name] for run in runs) for name in runs[0]}
+    if task == "growth":
+        for history in ("full", "window"):
+            figures[f"{history}.late_over_early"] = figures[f"{history}.late_seconds"] / figures[f"{history}.early_seconds"]
+        figures["over_cache"] = figures["full.late_seconds"] / (figures["full.early_seconds"] + figures["cache_seconds"])
+        full = max(args.micro_batch_tokens // args.tokens, 1)  # rows of one micro-batch
+        rows = [full, 2 * full, 4 * full]
+        peaks = [run(args, "learner", rows=n)["peak_bytes"] for n in rows]
+        figures |= {"rows": rows, "learner_peak_bytes": peaks, "learner_peak_ratio": peaks[-1] / peaks[0]}
+    return {f"{task}.{name}": value for name, value in (figures | {"runs": runs}).items()}
+
+
+def say(line):
+    print(line, flush=True)
+
+
+def parse(argv):
+    parser = argparse.ArgumentParser(description="Speed and memory, beside TRL's and beside the machine's limits.")
+    parser.add_argument("what", choices=("learner", "rollout", "step", "growth", "limit", "all"))
+    parser.add_argument("--model", default="tiny", help="tiny (random Qwen3, real vocabulary, fp32) or a folder (bf16)")
+    parser.add_argument("--pairs", type=int, default=5, help="pairs of measurements; growth and limit: measurements")
+    parser.add_argument("--no-stock", dest="stock", action="store_false", help="leave out the pair without TUNED")
+    parser.add_argument("--json", default="", help="write the figures to this new file")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--rows", type=int, default=0, help="learner: rows (tiny: 16, else 4)")
+    parser.add_argument("--tokens", type=int, default=560, help="learner: tokens of a row")
+    parser.add_argument("--sampled", type=float, default=0.25, help="learner: share of the tokens that was sampled")
+    parser.add_argument("--micro-batch-tokens", type=int, default=0, help="ours: padded tokens of a forward pass "
+                        "(default: those of the rows, 8192 at most)")
+    parser.add_argument("--peer-rows", type=int, default=0, help="TRL's: rows of a forward pass (default: --rows)")
+    parser.add_argument("--no-peer-autocast", dest="peer_autocast", action="store_false",
+                        help="TRL's: a bf16 model without autocast to bf16, TRL's default")
+    parser.add_argument("--checkpointing", action="store_true", help="recompute activations, on both sides")
+    parser.add_argument("--episodes", type=int, default=0, help="rollout: episodes at a time (tiny: 32, else 8)")
+    parser.add_argument("--group", type=int, default=0, help="episodes of a group (tiny: 8, else 4)")
+    parser.add_argument("--turns", type=int, default=10)
+    parser.add_argument("--new-tokens", type=int, default=16, help="sampled tokens of a turn")
+    parser.add_argument("--prompt-tokens", type=int, default=173, help="of the first prompt")
+    parser.add_argument("--observation-tokens", type=int, default=28, help="between two actions, the template's included")
+    parser.add_argument("--growth-episodes", type=int, default=0, help="(tiny: 8, else 2)")
+    parser.add_argument("--growth-turns", type=int, default=40)
+
+    def refuse(message):
+        raise BadInput(f"{message} (see --help)")
+
+    parser.error = refuse
+    args = parser.parse_args(argv)
+    tiny = args.model == "tiny"
+    for name, (small, real) in REAL.items():
+        setattr(args, name, getattr(args, name) or (small if tiny else real))
+    args.peer_rows = args.peer_rows or args.rows
+    args.micro_batch_tokens = args.micro_batch_tokens or min(8192, args.rows * args.tokens)
+    for name, least in {"pairs": 1, "threads": 1, "rows": 2, "tokens": 20, "group": 2, "turns": 2, "new_tokens": 2,
+                        "growth_turns": 4, "micro_batch_tokens": 1, "growth_episodes": 1}.items():
+        if getattr(args, name) < least:
+            refuse(f"--{name.replace('_', '-')} must be at least {least}, got {getattr(args, name)}")
+    if not 0.1 <= args.sampled <= 1:
+        refuse(f"--sampled is a share in 0.1..1, got {args.sampled}")
+    if args.episodes % args.group or args.rows % args.group:
+        refuse(f"--episodes {args.episodes} and --rows {args.rows} must be whole groups of {args.group}: change --group")
+    if args.rows % args.peer_rows or args.episodes % min(args.peer_rows, args.episodes):
+        refuse(f"--rows {args.rows} and --episodes {args.episodes} must be multiples of --peer-rows {args.peer_rows}")
+    if not tiny and not os.path.exists(os.path.join(args.model, "config.json")):
+        raise BadInput(f"the folder {args.model} holds no model (no config.json): pass a folder, or tiny")
+    if args.json and (os.path.exists(args.json) or not os.path.isdir(os.path.dirname(args.json) or ".")):
+        raise BadInput(f"{args.json} exists or its folder does not: choose another --json")
+    return args
+
+
+def main(argv=None):
+    argv = sys.argv[1:] if argv is None else argv
+    if argv[:1] == ["measure"]:  # what run() starts
+        return print(json.dumps(measure(SimpleNamespace(**json.loads(argv[1])))))
+    args = parse(argv)
+    if args.what not in ("growth", "limit"):
+        try:
+            found = metadata.version("trl")
+        except metadata.PackageNotFoundError:
+            found = "none"
+        if not found.startswith(f"{PEER}."):
+            raise BadInput(f"{args.what} needs TRL {PEER}, found {found}: pip install -r bench-requirements.txt "
+                           "(growth and limit do without)")
+    versions = {name: metadata.version(name) for name in ("torch", "transformers", "peft")}
+    figures = {"settings": vars(args), "versions": versions}
+    for what in ("learner", "rollout", "step", "growth", "limit") if args.what == "all" else (args.what,):
+        figures |= alone(args, what) if what in ("growth", "limit") else compare(args, what)
+        if args.json:
+            with open(args.json, "w") as file:
+                json.dump(figures, file, indent=1)
+    for name, value in figures.items():
+        if isinstance(value, (int, float)):
+            say(f"{name} {value:.4g}")
+
+
+if __name__ == "__main__":
+    from train import cli
+    cli(main)

@@ -1,0 +1,180 @@
+"""The benchmark measures the work that it says, on both sides; no test here times anything."""
+import importlib.metadata
+import importlib.util
+import json
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+from conftest import tiny_qwen3
+
+import bench
+import bench_work
+from envs import BadInput
+from model import add_lora
+
+SMALL = ["--rows", "2", "--group", "2", "--episodes", "2", "--tokens", "40", "--prompt-tokens", "20", "--new-tokens", "3",
+         "--observation-tokens", "12", "--pairs", "1", "--growth-turns", "5", "--growth-episodes", "1"]
+
+
+@pytest.fixture
+def folder(words, tmp_path):
+    """A toy model on disk."""
+    path = tmp_path / "model"
+    tiny_qwen3(len(words), words.eos_token_id, words.pad_token_id).save_pretrained(path)
+    words.save_pretrained(path)
+    return str(path)
+
+
+@pytest.fixture
+def here(monkeypatch):
+    """Measure in this process, on a small square and block and a small vocabulary of `tiny`."""
+    monkeypatch.setattr(bench_work, "SQUARE", 32)
+    monkeypatch.setattr(bench_work, "COPY_BYTES", 4096)
+    monkeypatch.setattr(bench_work, "VOCABULARY", 300)
+    monkeypatch.setattr(bench, "run", lambda args, task, side="ours", tuned=True, **more: bench.measure(
+        SimpleNamespace(**(vars(args) | {"task": task, "side": side, "gradient": ""} | more))))
+
+
+@pytest.mark.parametrize(("what", "keys"), [
+    ("limit", ["learner_flops_share", "decode_bandwidth_share", "decode_batch_bound_share", "product_flops_per_second"]),
+    ("growth", ["full.late_over_early", "window.late_over_early", "over_cache", "learner_peak_ratio"])])
+def test_growth_and_limit_do_without_the_peer(what, keys, folder, here, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "trl", None)  # an import of it fails
+    file = tmp_path / "speed.json"
+    bench.main([what, "--model", folder, *SMALL, "--json", str(file)])
+    figures = json.loads(file.read_text())
+    assert all(isinstance(figures[f"{what}.{key}"], float) for key in keys) and len(figures[f"{what}.runs"]) == 1
+    assert figures["settings"]["rows"] == 2
+    if what == "growth":
+        assert figures["growth.full.late_prompt_tokens"] == 20 + 3 * (3 + 12)
+
+
+def test_our_rollout_plays_the_lengths_it_was_asked_for(folder):
+    how = SimpleNamespace(**vars(bench.parse(["rollout", "--model", folder, *SMALL, "--turns", "4"])))
+    starts, played = [], []
+    done = bench_work.rollout_work(how, *bench_work.policy(how, add_lora), "full", starts, played)()
+    assert done == {"sampled": 2 * 4 * 3, "positions": 2 * (20 + 3 * (3 + 12) + 3)}
+    assert len(starts) == 4 + 1 and {len(t.rows) for t in played} == {1}
+    assert sorted(t.reward for t in played) == [0, 4]  # spread in the group: the learner has something to do
+
+
+@pytest.mark.parametrize("share", [0.25, 1.0])
+def test_rows_hold_the_share_of_sampled_tokens(share, folder):
+    how = SimpleNamespace(**vars(bench.parse(["learner", "--model", folder, *SMALL, "--sampled", str(share)])))
+    for trajectory in bench_work.make_rows(how, SimpleNamespace(config=SimpleNamespace(vocab_size=99))):
+        assert len(trajectory.rows[0].ids) == 40 and trajectory.rows[0].mask[0] == 0
+        assert trajectory.length == (10 if share == 0.25 else 39)
+
+
+def test_the_flops_are_those_that_torch_counts(folder):
+    """Torch counts attention over the whole square, which has twice the products of the causal half."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    how = SimpleNamespace(**vars(bench.parse(["learner", "--model", folder, *SMALL])))
+    model, tokenizer = bench_work.policy(how, add_lora)
+    model.get_base_model().set_attn_implementation("eager")
+    work = bench_work.learner_work(how, model, tokenizer)
+    with FlopCounterMode(display=False) as counter:
+        work()
+    needed, again = bench_work.learner_flops(model, 2, 40, 2 * 10)
+    config = model.config
+    attention = 2 * 2 * 40 ** 2 * config.num_attention_heads * config.head_dim * config.num_hidden_layers
+    assert counter.get_total_flops() == needed + again + 3 * attention
+
+
+@pytest.mark.skipif(not importlib.util.find_spec("trl"), reason="TRL is not installed (bench-requirements.txt)")
+@pytest.mark.parametrize("more", [[], ["--peer-rows", "2", "--sampled", "1"], ["--checkpointing"]])
+def test_both_sides_have_one_gradient(more, here, tmp_path):
+    gradients = []
+    for side in ("ours", "trl"):
+        args = bench.parse(["learner", *SMALL, "--rows", "4", *more])
+        bench.run(args, "learner", side, gradient=str(tmp_path / side))
+        gradients.append(torch.load(tmp_path / side))
+    assert torch.linalg.vector_norm(gradients[0]) > 0
+    torch.testing.assert_close(*gradients, rtol=1e-3, atol=1e-6 * gradients[0].abs().max().item())
+
+
+@pytest.mark.skipif(not importlib.util.find_spec("trl"), reason="TRL is not installed (bench-requirements.txt)")
+@pytest.mark.parametrize("what", ["rollout", "step"])
+def test_both_sides_play_the_same_lengths(what, here):
+    args = bench.parse([what, *SMALL, "--turns", "3"])
+    ours, trl = (bench.run(args, what, side) for side in ("ours", "trl"))
+    assert (ours["sampled"], ours["positions"]) == (trl["sampled"], trl["positions"]) == (2 * 3 * 3, 2 * (20 + 2 * 15 + 3))
+
+
+def pretend(calls, gradients=((1.0, 2.0), (1.0, 2.0)), **wrong):
+    """A run() of made-up figures: ours takes 1, 2, 6 s, TRL 2, 4, 8 s."""
+    times = {"ours": iter([1, 2, 6, 3]), "trl": iter([2, 4, 8, 30])}
+
+    def run(args, task, side="ours", tuned=True, gradient="", **_):
+        calls.append((side, tuned))
+        if gradient:
+            torch.save(torch.tensor(gradients[side == "trl"]), gradient)
+        figures = {"seconds": next(times[side]), "cpu_seconds": 1, "peak_bytes": 10 if side == "ours" else 40, "sampled": 5}
+        return figures | (wrong if side == "trl" else {})
+
+    return run
+
+
+def test_ratios_are_medians_over_pairs_that_take_turns(monkeypatch):
+    calls = []
+    monkeypatch.setattr(bench, "run", pretend(calls))
+    figures = bench.compare(bench.parse(["learner", "--pairs", "3"]), "learner")
+    assert figures["learner.time_ratio"] == 0.5 and figures["learner.memory_ratio"] == 0.25
+    assert figures["learner.stock_time_ratio"] == 0.1 and len(figures["learner.pairs"]) == 3
+    assert calls == [("ours", True), ("trl", True)] * 3 + [("ours", False), ("trl", False)]
+
+
+@pytest.mark.parametrize("fault", [{"gradients": ((1.0, 2.0), (1.0, 2.1))}, {"gradients": ((1.0, 2.0), (1.0, float("nan")))},
+                                   {"sampled": 6}])
+def test_no_ratio_where_the_sides_differ(fault, monkeypatch):
+    monkeypatch.setattr(bench, "run", pretend([], **fault))
+    with pytest.raises(RuntimeError, match="differ"):
+        bench.compare(bench.parse(["learner", "--pairs", "1"]), "learner")
+
+
+def test_the_measuring_process_gets_allocator_and_threads(monkeypatch):
+    seen = []
+    monkeypatch.setenv("MALLOC_TOP_PAD_", "1")
+    monkeypatch.setattr(bench.subprocess, "run", lambda command, env, **_: seen.append(env) or SimpleNamespace(
+        returncode=0, stdout='noise\n{"seconds": 1}\n', stderr=""))
+    args = bench.parse(["rollout", "--threads", "3"])
+    assert bench.run(args, "rollout") == bench.run(args, "rollout", tuned=False) == {"seconds": 1}
+    assert bench.TUNED.items() <= seen[0].items() and not [key for key in seen[1] if key.startswith("MALLOC_")]
+    assert [env["OMP_NUM_THREADS"] for env in seen] == ["3", "3"]
+
+
+def test_a_measuring_process_of_its_own(folder):
+    done = bench.run(bench.parse(["learner", "--model", folder, *SMALL]), "learner")
+    assert done["seconds"] > 0 and done["peak_bytes"] > 0
+    with pytest.raises(BadInput, match="rollout, ours: the measuring process ended with 2: this tokenizer makes no text"):
+        bench.run(bench.parse(["rollout", "--model", folder, *SMALL, "--prompt-tokens", "4"]), "rollout")
+
+
+@pytest.mark.parametrize("version", [None, "1.17.0"])
+def test_without_the_peer_a_line_says_what_to_install(version, monkeypatch):
+    real = importlib.metadata.version
+
+    def installed(name):
+        if name == "trl" and version is None:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return version if name == "trl" else real(name)
+
+    monkeypatch.setattr(bench.metadata, "version", installed)
+    line = f"needs TRL 1.16, found {version or 'none'}: pip install -r bench-requirements.txt"
+    for what in ("learner", "rollout", "step", "all"):
+        with pytest.raises(BadInput, match=line):
+            bench.main([what])
+
+
+@pytest.mark.parametrize(("options", "line"), [
+    (["--model", "nowhere"], "no config.json"), (["--pairs", "0"], "--pairs must be at least 1"),
+    (["--rows", "3"], "whole groups of 8"), (["--sampled", "0"], "a share in 0.1..1"), (["--turns", "x"], "invalid int"),
+    (["--peer-rows", "5"], "multiples of --peer-rows 5"), (["--json", "nowhere/x.json"], "choose another"),
+    (["--json", __file__], "choose another")])
+def test_bad_input_is_one_line(options, line):
+    with pytest.raises(BadInput, match=line) as error:
+        bench.main(["limit", *options])
+    assert "\n" not in str(error.value)
