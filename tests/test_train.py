@@ -272,7 +272,7 @@ BAD = [(["--group", "1"], "at least two|at least 2"), (["--steps", "0"], "steps"
        (["--model", "tests"], "config.json"), (["--adapter", "./nope"], "adapter"), (["--tasks", "oak"], "oak"),
        (["--env-options", "stages=0"], "stages"), (["--env-options", "doors=2"], "doors"), (["--env-options", "x"], "key=value"),
        (["--frobnicate", "3"], "frobnicate"), (["--max-context", "20"], "max-context"), (["--optimizer", "sgd"], "optimizer"),
-       (["--warm-start", "silver"], "warm-start"), (["--resume"], "checkpoint"), (["--resume", "--overwrite"], "exclude"),
+       (["--warm-start", "silver"], "warm-start"), (["--resume"], "no run in"), (["--resume", "--overwrite"], "exclude"),
        (["--minibatches", "0"], "minibatches"), (["--beta", "-1"], "beta"), (["--lr", "inf"], "lr"),
        (["--temperature", "nan"], "temperature"), (["--history", "window:\u00b2"], "history"), (["--eps", "0"], "eps"),
        (["--env", "envs/keydoor.py"], "unknown environment"), (["--step", "5"], "--step")]
