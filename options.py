@@ -19,6 +19,12 @@ def option(default, help_text):
     return field(**how, metadata={"help": help_text})
 
 
+PRESETS = {  # what plan.py says for Qwen/Qwen3-4B, rank 16, at this context
+    "24gb": {"max_context": 4096},
+    "48gb": {"max_context": 4096},
+    "80gb": {"max_context": 4096}}
+
+
 @dataclass
 class Config:
     # What is trained on what
@@ -94,7 +100,6 @@ def parse(config_class, argv=None, description=None):
     if unknown:
         refuse(f"unknown option {' '.join(unknown)}")
     if config.preset:
-        from plan import apply_preset
         apply_preset(config, sys.argv[1:] if argv is None else argv)
     check(config)
     return config
@@ -128,3 +133,30 @@ def check(config):
         raise BadInput("--steps 0 trains nothing: pass --warm-start random or gold, or more steps")
     if config.resume and config.overwrite:
         raise BadInput("--resume and --overwrite exclude each other")
+
+
+def apply_preset(config, argv):
+    """Set the fields of a train.Config that --preset speaks of and `argv` does not. For another model, context, rank or
+    optimizer than it was made for they are planned anew, and a line says what came out."""
+    if config.preset not in PRESETS:
+        raise BadInput(f"--preset must be one of {', '.join(PRESETS)}, got {config.preset!r}")
+    given = {word.partition("=")[0].lstrip("-").replace("-", "_") for word in argv if word.startswith("--")}
+    if config.model == "tiny":
+        raise BadInput("--preset is for a model of billions of parameters: pass --model, or leave it out")
+    preset = dict(PRESETS[config.preset])
+    if "max_context" in given:
+        preset["max_context"] = config.max_context
+    from plan import KNOWN, as_words, config_of, options_of, plan
+
+    shape = config_of(config.model)
+    made_for = all(getattr(shape, key) == value for key, value in KNOWN["Qwen/Qwen3-4B"].items())
+    if not made_for or preset["max_context"] != PRESETS[config.preset]["max_context"] or config.lora_rank != 16 \
+            or config.optimizer != "adamw" or "bits" in given:
+        found = plan(config.model, float(config.preset.removesuffix("gb")), rank=config.lora_rank, optimizer=config.optimizer,
+                     bits=config.bits if "bits" in given and config.bits else None, max_context=preset["max_context"])
+        preset |= options_of(found)
+        print(f"--preset {config.preset} was made for Qwen/Qwen3-4B; planned anew for {config.model}: {as_words(found)}",
+              file=sys.stderr)
+    for name, value in preset.items():
+        if name not in given:
+            setattr(config, name, value)

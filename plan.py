@@ -18,7 +18,6 @@ and a change of the code changes the plan. Added by hand, in GiB of 2**30 bytes:
 A layer that transformers computes with kernels of other packages where these are installed (the recurrent ones of Qwen3.5)
 is planned as it runs without them. Against measurements: tests/test_plan.py.
 """
-import sys
 import weakref
 from types import SimpleNamespace
 
@@ -43,11 +42,6 @@ KNOWN = {  # shapes of models that can be planned without a network
     "Qwen/Qwen3.5-27B": {**QWEN3_5, "hidden_size": 5120, "intermediate_size": 17_408, "num_hidden_layers": 64,
                          "num_attention_heads": 24, "linear_num_value_heads": 48, "tie_word_embeddings": False}}
 SAME_SHAPE = {"Qwen/Qwen3-4B-Instruct-2507": "Qwen/Qwen3-4B", "Qwen/Qwen3-4B-Thinking-2507": "Qwen/Qwen3-4B"}
-
-PRESETS = {  # what the plan says for Qwen/Qwen3-4B, rank 16, at this context
-    "24gb": {"max_context": 4096},
-    "48gb": {"max_context": 4096},
-    "80gb": {"max_context": 4096}}
 
 
 # Counting
@@ -182,21 +176,23 @@ def learn(model, tokens, length, sampled=0.5):
     return bytes_
 
 
-def answers(hidden_BTD, mask_BT):
+def answers(model, tokens, length, sampled):
+    """[N, D]: the hidden states that predict the sampled tokens, as `teacher.hidden` gives them."""
+    from teacher import parts_of
+
+    ids_BT, mask_BT = rows_on_meta(tokens, length, sampled)
     rows, columns = mask_BT[:, 1:].nonzero(as_tuple=True)
-    return hidden_BTD[rows, columns]
+    return parts_of(model)[0](input_ids=ids_BT, use_cache=False).last_hidden_state[rows, columns]
 
 
 def teach(model, tokens, length, top_k=0, sampled=0.5):
     """`teacher.consult` of a micro-batch; what it has found is on the CPU at once."""
-    from teacher import CHUNK, buckets, logits, parts_of
+    from teacher import CHUNK, buckets, logits
 
     @torch.no_grad()
     def work():
-        ids_BT, mask_BT = rows_on_meta(tokens, length, sampled)
-        hidden_ND = answers(parts_of(model)[0](input_ids=ids_BT, use_cache=False).last_hidden_state, mask_BT)
         found = []
-        for part in hidden_ND.split(CHUNK):
+        for part in answers(model, tokens, length, sampled).split(CHUNK):
             logits_NV = logits(model, part, 1.0)
             own = torch.zeros(len(part), top_k // 2, dtype=torch.long, device="meta")
             top = torch.cat([own, logits_NV.scatter(1, own, -torch.inf).topk(top_k - top_k // 2).indices], 1)
@@ -211,13 +207,12 @@ def distil(model, tokens, length, top_k=0, sampled=0.5):
 
     from distill import distill_loss
     from learner import add_gradient
-    from teacher import CHUNK, buckets, logits, parts_of
+    from teacher import CHUNK, buckets, logits
 
     trainable = [p for p in model.parameters() if p.requires_grad]
 
     def work():
-        ids_BT, mask_BT = rows_on_meta(tokens, length, sampled)
-        hidden_ND = answers(parts_of(model)[0](input_ids=ids_BT, use_cache=False).last_hidden_state, mask_BT)
+        hidden_ND = answers(model, tokens, length, sampled)
         width = top_k + 1 if top_k else model.get_output_embeddings().weight.shape[0]
         logp = torch.empty(len(hidden_ND), width, device="meta")
         top = torch.zeros(len(hidden_ND), top_k, dtype=torch.long, device="meta")
@@ -325,31 +320,6 @@ def options_of(found) -> dict:
     """The plan as fields of train.Config."""
     return {"bits": found.bits, "num_envs": found.envs, "micro_batch_tokens": found.tokens, "max_context": found.context,
             "gradient_checkpointing": found.checkpointing}
-
-
-def apply_preset(config, argv):
-    """Set the fields of a train.Config that --preset speaks of and `argv` does not. For another model, context, rank or
-    optimizer than it was made for they are planned anew, and a line says what came out."""
-    if config.preset not in PRESETS:
-        raise BadInput(f"--preset must be one of {', '.join(PRESETS)}, got {config.preset!r}")
-    given = {word.partition("=")[0].lstrip("-").replace("-", "_") for word in argv if word.startswith("--")}
-    if config.model == "tiny":
-        raise BadInput("--preset is for a model of billions of parameters: pass --model, or leave it out")
-    preset = dict(PRESETS[config.preset])
-    if "max_context" in given:
-        preset["max_context"] = config.max_context
-    shape = config_of(config.model)
-    made_for = all(getattr(shape, key) == value for key, value in KNOWN["Qwen/Qwen3-4B"].items())
-    if not made_for or preset["max_context"] != PRESETS[config.preset]["max_context"] or config.lora_rank != 16 \
-            or config.optimizer != "adamw" or "bits" in given:
-        found = plan(config.model, float(config.preset.removesuffix("gb")), rank=config.lora_rank, optimizer=config.optimizer,
-                     bits=config.bits if "bits" in given and config.bits else None, max_context=preset["max_context"])
-        preset |= options_of(found)
-        print(f"--preset {config.preset} was made for Qwen/Qwen3-4B; planned anew for {config.model}: {as_words(found)}",
-              file=sys.stderr)
-    for name, value in preset.items():
-        if name not in given:
-            setattr(config, name, value)
 
 
 def as_words(found) -> str:

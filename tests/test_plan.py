@@ -10,6 +10,7 @@ from transformers import LlamaConfig, Qwen3_5TextConfig, Qwen3Config
 
 import plan
 from envs import BadInput
+from options import PRESETS, Config, parse
 
 ROOT = Path(__file__).parent.parent
 CONFIGS = {
@@ -155,3 +156,40 @@ def test_bad_input_is_one_line(argv, message, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(BadInput, match=message):
         plan.main(argv)
+
+
+# Presets
+
+def test_a_preset_sets_what_the_user_did_not(capsys):
+    argv = ["--model", "Qwen/Qwen3-4B-Instruct-2507", "--preset", "24gb"]
+    config = parse(Config, argv)
+    for name, value in PRESETS["24gb"].items():
+        assert getattr(config, name) == value
+    assert parse(Config, [*argv, "--num-envs=3"]).num_envs == 3 and capsys.readouterr().err == ""
+    assert parse(Config, [*argv, "--num-envs", "3"]).micro_batch_tokens == config.micro_batch_tokens
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_a_preset_fits_its_card(preset):
+    options = PRESETS[preset]
+    model = plan.on_meta(plan.config_of("Qwen/Qwen3-4B"), torch.bfloat16, 16, options["gradient_checkpointing"])
+    weights, unpacked = plan.weight_bytes(model, options["bits"])
+    fixed = weights + unpacked + 16 * sum(p.numel() for p in model.parameters() if p.requires_grad)
+    room = (float(preset.removesuffix("gb")) - plan.CONTEXT) * (1 - plan.SHARE) * plan.GIB
+    learning = plan.learn(model, options["micro_batch_tokens"], options["max_context"])
+    rolling = sum(plan.roll(model, options["num_envs"], options["max_context"]))
+    assert 0.7 * room < fixed + max(learning, rolling) and fixed + learning <= room and fixed + rolling <= room
+
+
+@pytest.mark.parametrize("argv", [["--model", "tiny-llama"], ["--model", "tiny-llama", "--max-context", "1024"]])
+def test_a_preset_is_planned_anew_for_what_it_was_not_made_for(argv, tiny_config, capsys):
+    config = parse(Config, [*argv, "--preset", "24gb"])
+    assert "was made for Qwen/Qwen3-4B; planned anew for tiny-llama: --bits 16" in capsys.readouterr().err
+    assert config.num_envs == plan.MOST_ENVS and config.max_context == (1024 if "--max-context" in argv else 4096)
+
+
+@pytest.mark.parametrize("argv, message", [(["--preset", "12gb", "--model", "Qwen/Qwen3-4B"], "24gb, 48gb, 80gb"),
+                                           (["--preset", "24gb"], "pass --model")])
+def test_a_preset_that_makes_no_sense_is_one_line(argv, message):
+    with pytest.raises(BadInput, match=message):
+        parse(Config, argv)
