@@ -324,8 +324,7 @@ def main(argv=None):
     args = parser.parse_args(argv)
     if args.episodes < 0:
         raise BadInput(f"--episodes must be 0 or above, got {args.episodes}")
-    folder = Path(args.runs[0]) if len(args.runs) == 1 and Path(args.runs[0]).is_dir() else Path()
-    out = Path(args.out or folder / "report.html")
+    out = Path(args.out or Path(args.runs[0] if len(args.runs) == 1 and Path(args.runs[0]).is_dir() else "") / "report.html")
     if out.suffix != ".html" or not out.parent.is_dir() or out.is_dir():
         raise BadInput(f"--out must be a file NAME.html in a folder that exists, got {out}")
     try:
