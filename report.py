@@ -21,13 +21,13 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from enrich import schedule_of
-from envs import BadInput
+from envs import BadInput, plain
 from evaluate import fixed_tasks
 from runs import replace
 
 FILES = ("metrics.jsonl", "evaluations.jsonl", "rounds.jsonl", "rollouts.jsonl", "tokens.jsonl")
 ALIKE = {"seed", "out", "resume", "overwrite", "save_every", "micro_batch_tokens", "num_envs", "tensorboard", "log_tokens",
-         "commit", "python", "versions"}  # runs of one group may differ in these
+         "step_timeout", "preset", "commit", "python", "versions"}  # runs of one group may differ in these
 CUT = 8000  # characters of a text; what is longer says how much more there is
 PANELS = {"reward": "", "entropy": ", nats a token", "approx_kl": ", nats a token", "grad_norm": "",  # metrics, units
           "dead_group_fraction": "", "valid_action_fraction": "", "distill_loss": ", nats a token"}
@@ -87,7 +87,7 @@ def load(run, most) -> SimpleNamespace:
         return folder / file if folder.is_dir() else folder.with_name(f"{name}.{file}")
 
     if not any(path(file).is_file() for file in ("config.json", *FILES)):
-        raise BadInput(f"{plain(run)} is no run: it has neither config.json nor metrics.jsonl; pass the folder of a run")
+        raise BadInput(f"{run} is no run: it has neither config.json nor metrics.jsonl; pass the folder of a run")
     try:
         config = json.loads(path("config.json").read_text())
     except (OSError, ValueError, RecursionError):
@@ -334,15 +334,10 @@ def main(argv=None):
         raise BadInput("a line of these runs is nested too deeply to be shown") from error
     replace(out, html)
     size = f"{len(html) / 1e6:.1f} MB, {len(runs)} run{'s' * (len(runs) > 1)}"
-    print(f"{plain(out)}: {size}, {sum(len(run.rollouts) for run in runs):,} episodes")
+    print(f"{plain(str(out))}: {size}, {sum(len(run.rollouts) for run in runs):,} episodes")
     for run in runs:
         for note in run.notes:
             print(f"  {plain(run.name)}: {note}")
-
-
-def plain(name) -> str:
-    """A name for the terminal, without what the terminal would obey."""
-    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in str(name))
 
 
 if __name__ == "__main__":
