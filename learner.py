@@ -78,6 +78,18 @@ def row_logps(model, rows, pad_id, *, temperature=1.0, micro_batch_tokens=8192) 
     return logps
 
 
+def log_ratios(model, trajectories, pad_id, **how):
+    """To be called before `update`; what it returns is called after, and gives for each trajectory the log-probs of its
+    sampled tokens now less those when they were sampled, in nats. In `update` itself that ratio is 1 until a second step."""
+    def logps():
+        found = row_logps(model, [row for t in trajectories for row in t.rows], pad_id, **how)
+        return [[found[id(row)] for row in t.rows] for t in trajectories]
+
+    before = [[row.old_logp or logp_T for row, logp_T in zip(t.rows, old)] for t, old in zip(trajectories, logps())]
+    return lambda: [[after - old for row, after_T, old_T in zip(t.rows, *both) for own, after, old in
+                     zip(row.mask, after_T, old_T) if own] for t, both in zip(trajectories, zip(logps(), before))]
+
+
 def update(model, optimizer, batch, advantages_N, loss, *, pad_id, temperature=1.0, minibatches=1,
            micro_batch_tokens=8192, use_reference=False, clip=(0.2, 0.2), sequence_ratio=False, max_grad_norm=1.0,
            gradient_checkpointing=False, seed=0, more=None, importance_cap=0.0):

@@ -83,6 +83,7 @@ class Config:
     eval_episodes: int = option(64, "tasks per evaluation, the same ones each time")
     eval_temperature: float = option(0.0, "temperature of evaluations (0: greedy)")
     save_every: int = option(10, "checkpoint every so many steps; the last step always")
+    log_tokens: int = option(0, "episodes a step whose tokens, with advantage and log-ratio, go into tokens.jsonl")
     tensorboard: bool = option(False, "write TensorBoard files into the run's folder too")
 
 
@@ -109,7 +110,7 @@ def check(config):
     """Refuse what cannot work, before anything is loaded or written."""
     at_least = {"steps": 0, "group": 2, "tasks_per_step": 1, "minibatches": 1, "micro_batch_tokens": 1, "lora_rank": 1,
                 "max_turns": 0, "max_new_tokens": 1, "max_context": 2, "num_envs": 1, "eval_every": 0,
-                "eval_episodes": 1, "save_every": 1, "warm_start_steps": 1, "warm_start_batch": 1}
+                "eval_episodes": 1, "save_every": 1, "warm_start_steps": 1, "warm_start_batch": 1, "log_tokens": 0}
     for name, least in at_least.items():
         if getattr(config, name) < least:
             why = ": an advantage compares the episodes of a group" if name == "group" else ""

@@ -31,7 +31,7 @@ from train import load_policy, tasks_of
 from warmstart import warm_up
 
 FREE = {"rounds", "out", "resume", "overwrite", "micro_batch_tokens", "num_envs", "step_timeout",
-        "preset"}  # options a resumed run may change
+        "preset", "log_tokens"}  # options a resumed run may change
 PHASES = ("start", "state", "teacher", "policy", "round", "report")  # their order in a round
 
 
@@ -42,9 +42,10 @@ def resume(folder, config, algorithm) -> int:
     if about(folder) or any(folder.iterdir()):  # a start that was stopped at once may have left it empty
         same_options(folder, config, algorithm, FREE)
     finished = {path.stem for path in (folder / "phases").glob("*.json")}
-    for name in ("metrics.jsonl", "rollouts.jsonl"):
+    for name in ("metrics.jsonl", "rollouts.jsonl", "tokens.jsonl"):
         keep = [row for row in read(folder / name) if row["phase"] in finished]
-        replace(folder / name, "".join(json.dumps(row) + "\n" for row in keep))
+        if (folder / name).exists():
+            replace(folder / name, "".join(json.dumps(row) + "\n" for row in keep))
     return len(finished)
 
 
@@ -85,8 +86,8 @@ class Loop:
         """A line of metrics.jsonl, and the episodes into rollouts.jsonl."""
         found = episode_metrics(played, self.config.group) if played else {}
         append(self.folder / "metrics.jsonl", {"step": round_, "phase": self.now, **found, **more})
-        for trajectory in played:
-            append(self.folder / "rollouts.jsonl", {"phase": self.now, **record(round_, trajectory)})
+        for t in played:
+            append(self.folder / "rollouts.jsonl", {"phase": self.now, "episodes": more["episodes"], **record(round_, t)})
 
     def stored(self, round_):
         """Where the teacher's log-probs of a round are until its policy is trained."""

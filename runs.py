@@ -6,6 +6,7 @@
         config.json         options, versions, commit
         metrics.jsonl       one line a step              rollouts.jsonl      one line an episode
         evaluations.jsonl   one line an evaluation       curve.png
+        tokens.jsonl        with --log-tokens N: N episodes a step once more, with their tokens (log_tokens)
         adapter/            the trained adapter in PEFT's format
         checkpoint/         adapter, optimizer and step: written beside, then renamed; checkpoint.old/ is the one before
 """
@@ -46,7 +47,7 @@ def run_folder(config, algorithm, resuming=None):
 
 
 FREE = {"steps", "out", "resume", "overwrite", "lr", "save_every", "eval_every", "eval_episodes", "eval_temperature",
-        "micro_batch_tokens", "tensorboard", "step_timeout", "preset"}  # options that a resumed run may change
+        "micro_batch_tokens", "tensorboard", "step_timeout", "preset", "log_tokens"}  # options that a resumed run may change
 
 
 def open_folder(config, algorithm, resuming=None) -> tuple[Path, int]:
@@ -80,9 +81,10 @@ def resume(folder, config, algorithm) -> int:
     done = [row["step"] for row in read(folder / "evaluations.jsonl") if row["split"] == "test"]
     if step >= config.steps and config.steps in done:
         raise BadInput(f"the run in {folder} has done its {step} steps; to go on, raise --steps")
-    for name in ("metrics.jsonl", "rollouts.jsonl", "evaluations.jsonl"):
+    for name in ("metrics.jsonl", "rollouts.jsonl", "evaluations.jsonl", "tokens.jsonl"):
         keep = [row for row in read(folder / name) if 0 < step >= row["step"]]
-        replace(folder / name, "".join(json.dumps(row) + "\n" for row in keep))
+        if (folder / name).exists():
+            replace(folder / name, "".join(json.dumps(row) + "\n" for row in keep))
     return step
 
 
@@ -233,6 +235,16 @@ def record(step, trajectory) -> dict:
             "first_observation": trajectory.first_observation,
             "turns": [{**({"hint": turn.hint} if turn.hint else {}), "action": turn.action,
                        "observation": turn.observation, "valid": turn.valid} for turn in trajectory.turns]}
+
+
+def log_tokens(path, chat, recorded, rows, **numbers):
+    """A line of tokens.jsonl: an episode's line of rollouts.jsonl and the rows that were trained on, token by token: its
+    text, 1 where the policy sampled it, and, for the sampled ones, each of `numbers` ([T], row after row)."""
+    flat = {name: iter(values) for name, values in numbers.items()}
+    append(path, {**recorded, "rows": [
+        {"tokens": [chat.tokenizer.decode([i]) for i in ids], "mask": mask,
+         **{name: [round(float(next(values)), 4) for own in mask if own] for name, values in flat.items()}}
+        for ids, mask in rows]})
 
 
 def mean(values) -> float:

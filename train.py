@@ -46,11 +46,11 @@ def train(config, algorithm, loss, advantages, *, clip, use_reference=False, seq
     from enrich import EnrichedEnv, schedule_of, train_context
     from envs import make_env, parse_options
     from evaluate import evaluate, fixed_tasks, table
-    from learner import update
+    from learner import log_ratios, update
     from model import freeze_reference, make_optimizer
     from rollout import refuse_if_nothing_fits, rollout
-    from runs import (append, draw_curve, episode_metrics, interrupts, read, record, run_folder, save_checkpoint, speed,
-                      tensorboard, write_config)
+    from runs import (append, draw_curve, episode_metrics, interrupts, log_tokens, read, record, run_folder, save_checkpoint,
+                      speed, tensorboard, write_config)
     from sampling import sampler
     from warmstart import warm_up
 
@@ -127,6 +127,9 @@ def train(config, algorithm, loss, advantages, *, clip, use_reference=False, seq
                 advantages_N = advantages_N.clamp(min=0)
             try:
                 context = train_context(config, batch, chat, model)
+                shown = fixed_tasks(range(len(batch)), config.log_tokens)  # evenly spread
+                ratios = log_ratios(model, [context[n] for n in shown], chat.pad_id, temperature=config.temperature,
+                                    micro_batch_tokens=micro_batch_tokens)
                 stats = update(model, optimizer, context, advantages_N, loss, pad_id=chat.pad_id, clip=clip, seed=step,
                                temperature=config.temperature, minibatches=config.minibatches,
                                micro_batch_tokens=micro_batch_tokens, use_reference=use_reference,
@@ -144,6 +147,9 @@ def train(config, algorithm, loss, advantages, *, clip, use_reference=False, seq
             append(folder / "metrics.jsonl", metrics)
             for trajectory in played:
                 append(folder / "rollouts.jsonl", record(step, trajectory))
+            for n, ratios_T in zip(shown, ratios() if shown else []):
+                log_tokens(folder / "tokens.jsonl", chat, {**record(step, batch[n]), "advantage": advantages_N[n].item()},
+                           [(row.ids, row.mask) for row in context[n].rows], log_ratio=ratios_T)
             if config.eval_every and step % config.eval_every == 0:
                 success = test(step, "valid")["success"]
             if step % config.save_every == 0 or step == config.steps or stopping():
