@@ -20,9 +20,9 @@ def option(default, help_text):
 
 
 PRESETS = {  # what plan.py says for Qwen/Qwen3-4B, rank 16, at this context
-    "24gb": {"max_context": 4096},
-    "48gb": {"max_context": 4096},
-    "80gb": {"max_context": 4096}}
+    "24gb": {"bits": 16, "max_context": 4096, "num_envs": 14, "micro_batch_tokens": 36_864, "gradient_checkpointing": True},
+    "48gb": {"bits": 16, "max_context": 4096, "num_envs": 38, "micro_batch_tokens": 65_536, "gradient_checkpointing": True},
+    "80gb": {"bits": 16, "max_context": 4096, "num_envs": 70, "micro_batch_tokens": 12_288, "gradient_checkpointing": False}}
 
 
 @dataclass

@@ -292,7 +292,7 @@ def plan(name, gpu, *, bits=None, rank=16, max_context=4096, optimizer="adamw", 
         chosen = SimpleNamespace(name=name, gpu=gpu, bits=width, checkpointing=checkpointing, tokens=tokens, envs=envs,
                                  context=max_context, optimizer=optimizer, weights=weights, fixed=fixed, unpacked=unpacked,
                                  room=room, model=model)
-        if tokens >= 4 * max_context and envs >= 8:
+        if tokens >= max(2 * max_context, 8192) and envs >= 8:
             break
     if chosen is None:
         least, width, _ = min(needs)
