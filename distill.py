@@ -178,10 +178,11 @@ def choose_and_teach(loop, k, number, previous, state):
         else:
             loop.instead(config.teacher, lambda teacher, _: consult(teacher, items, loop.chat.pad_id, **how))
     save(items, loop.stored(k))
-    pairs = list(zip((t for t, a in zip(episodes, weights) if a > 0 and t.turns), items))  # items are of these, in order
-    for t, item in fixed_tasks(pairs, config.log_tokens):
-        what = {"phase": loop.now, "episodes": "student" if config.on_policy else "updated", **record(k, t)}
-        log_tokens(loop.folder / "tokens.jsonl", loop.chat, what, item["rows"], weight=item["weights"])
+    if config.log_tokens:
+        pairs = list(zip((t for t, a in zip(episodes, weights) if a > 0 and t.turns), items))  # items are of these, in order
+        for t, item in fixed_tasks(pairs, config.log_tokens):
+            what = {"phase": loop.now, "episodes": "student" if config.on_policy else "updated", **record(k, t)}
+            log_tokens(loop.folder / "tokens.jsonl", loop.chat, what, item["rows"], weight=item["weights"])
     return {"labels": {label: labels_N.count(label) for label in ("00", "01", "10", "11")}, "selected": len(chosen),
             "success_in_training": [sum(t.success for t in part) / len(part) for part in (free, before, new)],
             "trajectories": len(items), "tokens": sum(len(item["weights"]) for item in items)}
