@@ -151,7 +151,7 @@ def scripted_loop(outcomes, n=1, state="- S", **config):
 
     options = {"outcomes_per_condition": n, "instances": len(outcomes["free"]) // n, "label": "gain", "select": "both",
                "alpha": 1.0, "seed": 0, "on_policy": False, "temperature": 1.0, "micro_batch_tokens": 1, "history": "full",
-               "token_weights": "jsd", "teacher": "self", "teacher_state": True, "top_k": 0} | config
+               "token_weights": "jsd", "teacher": "self", "teacher_state": True, "top_k": 0, "log_tokens": 0} | config
     return SimpleNamespace(play=play, played=played, config=SimpleNamespace(state_place="prompt", **options), vocabulary=9,
                            stored=lambda k: None, chat=SimpleNamespace(pad_id=0),
                            draw=lambda what, size: [f"t{i}" for i in range(size)], policy=lambda number: None)
