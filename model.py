@@ -5,7 +5,7 @@
 
 `token_logps` is the one function for new, old and reference log-probs, so their ratios carry no error of a second
 code path. It projects the hidden states to logits only where a token was sampled, in chunks, with a softmax in fp32,
-and recomputes them in the backward pass: at a vocabulary of 151,936 the logits of 256 tokens take 0.15 GiB in fp32.
+and makes them again in the backward pass: at a vocabulary of 151,936 the logits of 256 tokens take 0.15 GiB in fp32.
 """
 import copy
 import json
@@ -14,7 +14,6 @@ import sys
 from contextlib import contextmanager
 
 import torch
-from torch.utils.checkpoint import checkpoint
 
 
 def default_device() -> torch.device:
@@ -52,6 +51,8 @@ def load_model(name: str, bits: int = 0, device=None):
     for field in ("final_logit_softcapping", "logit_scale", "logits_scaling"):
         if getattr(model.config, field, None) not in (None, 0, 1):
             raise ValueError(f"{name} rescales its logits ({field}); token_logps would leave that out")
+    if getattr(model.get_output_embeddings(), "bias", None) is not None:
+        raise ValueError(f"the output layer of {name} has a bias; token_logps would leave that out")
     ends = model.generation_config.eos_token_id
     # A fresh generation config: a shipped one (Qwen: 0.6, top-k 20, top-p 0.95) would change what is sampled.
     model.generation_config = GenerationConfig(eos_token_id=ends, pad_token_id=tokenizer.pad_token_id)
@@ -95,6 +96,8 @@ def load_adapter(model, folder: str, trainable: bool = True):
     if not os.path.exists(os.path.join(folder, "adapter_config.json")):
         raise OSError(f"the folder {folder} holds no adapter (no adapter_config.json)")
     model = in_input_dtype(PeftModel.from_pretrained(model, folder, is_trainable=trainable)).eval()
+    if not isinstance(model.get_base_model().get_output_embeddings(), torch.nn.Linear):
+        raise ValueError(f"the adapter in {folder} changes the output layer; token_logps would leave that out")
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0  # an adapter from elsewhere may bring its own
@@ -134,6 +137,52 @@ def reference(model):
         model.set_adapter("default")
 
 
+class ScoreTokens(torch.autograd.Function):
+    """[N, D] hidden states, the head's [V, D] weight, [N] targets -> their log-probs and the entropies, [N] each, in fp32.
+
+    Logits exist for `chunk` tokens at a time, in one buffer for all chunks, and are made again in the backward pass.
+    """
+
+    @staticmethod
+    def forward(ctx, hidden_ND, weight_VD, targets_N, temperature, chunk):
+        ctx.save_for_backward(hidden_ND, weight_VD, targets_N)
+        ctx.how, scored, p_CV = (temperature, chunk), [], None
+        for logits_CV, targets_C in chunks(hidden_ND, weight_VD, targets_N, temperature, chunk):
+            p_CV = torch.empty_like(logits_CV) if p_CV is None else p_CV[:len(logits_CV)]
+            logits_CV.sub_(logits_CV.amax(1, keepdim=True))
+            norm_C = torch.exp(logits_CV, out=p_CV).sum(1)
+            mean_C = torch.bmm(p_CV[:, None], logits_CV[:, :, None]).flatten() / norm_C
+            scored.append((logits_CV.gather(1, targets_C[:, None])[:, 0] - norm_C.log(), norm_C.log() - mean_C))
+        logp_N, entropy_N = map(torch.cat, zip(*scored))
+        ctx.mark_non_differentiable(entropy_N)
+        return logp_N, entropy_N
+
+    @staticmethod
+    def backward(ctx, grad_N, _):
+        hidden_ND, weight_VD, targets_N = ctx.saved_tensors
+        grads, at = [], 0
+        for p_CV, targets_C in chunks(hidden_ND, weight_VD, targets_N, *ctx.how):
+            p_CV.sub_(p_CV.amax(1, keepdim=True)).exp_()
+            grad_C = grad_N[at:at + len(p_CV)] / ctx.how[0]
+            p_CV.mul_((-grad_C / p_CV.sum(1))[:, None])
+            p_CV.scatter_add_(1, targets_C[:, None], grad_C[:, None])  # grad (1[target] - p) / temperature
+            grads.append(p_CV.to(weight_VD.dtype) @ weight_VD)
+            at += len(p_CV)
+        return torch.cat(grads), None, None, None, None
+
+
+def chunks(hidden_ND, weight_VD, targets_N, temperature, chunk):
+    """([C, V] logits in fp32, [C] targets), chunk by chunk; the logits of one are gone when the next are asked for."""
+    shape = min(chunk, len(hidden_ND)), len(weight_VD)
+    raw_CV = hidden_ND.new_empty(shape)
+    logits_CV = raw_CV if raw_CV.dtype == torch.float32 else raw_CV.new_empty(shape, dtype=torch.float32)
+    for hidden_CD, targets_C in zip(hidden_ND.split(chunk), targets_N.split(chunk)):
+        size = len(hidden_CD)
+        torch.mm(hidden_CD, weight_VD.t(), out=raw_CV[:size])
+        logits_CV[:size].copy_(raw_CV[:size])
+        yield (logits_CV[:size] if temperature == 1 else logits_CV[:size].div_(temperature)), targets_C
+
+
 def token_logps(model, ids_BT, mask_BT, temperature: float = 1.0, chunk: int = 256):
     """Log-probs and entropies of the masked tokens: ([B, T], [B, T]) in fp32, in nats, 0 where the mask is 0.
 
@@ -143,23 +192,13 @@ def token_logps(model, ids_BT, mask_BT, temperature: float = 1.0, chunk: int = 2
     causal = model.get_base_model() if hasattr(model, "get_base_model") else model
     hidden_BTD = causal.base_model(input_ids=ids_BT, use_cache=False).last_hidden_state
     rows, columns = mask_BT[:, 1:].nonzero(as_tuple=True)  # the token in column t + 1 is predicted at t
-    hidden_ND, targets_N = hidden_BTD[rows, columns], ids_BT[rows, columns + 1]
-
-    def score(hidden_CD, targets_C):
-        logits_CV = causal.get_output_embeddings()(hidden_CD).float() / temperature
-        norm_C = logits_CV.logsumexp(-1)
-        with torch.no_grad():
-            entropy_C = norm_C - ((logits_CV - norm_C[:, None]).exp() * logits_CV).sum(-1)
-        return logits_CV.gather(-1, targets_C[:, None])[:, 0] - norm_C, entropy_C
-
-    scored = [checkpoint(score, hidden, targets, use_reentrant=False)
-              for hidden, targets in zip(hidden_ND.split(chunk), targets_N.split(chunk))]
     logp_BT = torch.zeros(ids_BT.shape, dtype=torch.float32, device=ids_BT.device)
-    if not scored:
+    if not len(rows):
         return logp_BT, logp_BT.clone()
+    logp_N, entropy_N = ScoreTokens.apply(hidden_BTD[rows, columns], causal.get_output_embeddings().weight,
+                                          ids_BT[rows, columns + 1], temperature, chunk)
     where = (rows, columns + 1)
-    return (logp_BT.index_put(where, torch.cat([logp for logp, _ in scored])),
-            logp_BT.index_put(where, torch.cat([entropy for _, entropy in scored])))
+    return logp_BT.index_put(where, logp_N), logp_BT.index_put(where, entropy_N)
 
 
 def make_optimizer(model, lr: float, name: str = "adamw"):

@@ -6,7 +6,11 @@ from pathlib import Path
 
 import pytest
 
+import bench
 import evaluate
+import plan
+import rounds
+import study
 import train
 
 ROOT = Path(__file__).parent.parent
@@ -25,10 +29,19 @@ def test_commands_parse(page, monkeypatch, tmp_path):
     monkeypatch.setattr(train, "train", lambda config, *args, **how: seen.append(config))
     monkeypatch.setattr(evaluate, "evaluate_config", lambda config, run: seen.append(config))
     monkeypatch.setattr(evaluate, "options_of", lambda run, names: [])
+    monkeypatch.setattr(rounds, "run", lambda config: seen.append(config))
+    monkeypatch.setattr(study, "study", lambda args, *rest: seen.append(args))
+    monkeypatch.setattr(plan, "plan", lambda name, gpu, **how: seen.append(name))
+    monkeypatch.setattr(plan, "table", str)
     for file, *argv in commands(page.read_text()):
         assert (ROOT / file).exists(), file
-        if file in ("grpo.py", "dapo.py", "gspo.py", "evaluate.py") and "--help" not in argv:
-            importlib.import_module(file[:-3]).main(argv)
+        module = importlib.import_module("plan" if file == "model.py" else file[:-3])
+        if "--help" in argv or "--preset" in argv and "Qwen/Qwen3-4B" not in " ".join(argv):
+            continue
+        if file in ("grpo.py", "dapo.py", "gspo.py", "evaluate.py", "distill.py", "model.py") or "--study" in argv:
+            module.main(argv)
+        elif file == "bench.py":
+            bench.parse([word for word in argv if word not in ("--model", "DIR")])
     assert seen or page.name not in ("grpo.md", "dapo.md", "gspo.md")
 
 

@@ -267,11 +267,10 @@ def test_no_episode_at_all(policy):
     assert steps == [] and stats["loss"] == 0
 
 
-def test_a_gradient_that_is_not_finite_stops_before_the_step(policy, rows):
+def test_a_gradient_that_is_not_finite_takes_no_step_and_is_counted(policy, rows):
     recorder = Recorder(policy)
-    with pytest.raises(FloatingPointError):
-        update(policy, recorder, batch_of(rows), ADVANTAGES, lambda b: b.logp_BT.sum() * float("nan"), pad_id=0)
-    assert recorder.steps == []
+    stats = update(policy, recorder, batch_of(rows), ADVANTAGES, lambda b: b.logp_BT.sum() * float("nan"), pad_id=0)
+    assert recorder.steps == [] and stats["skipped_steps"] == 1
 
 
 # Ratios and mini-batches

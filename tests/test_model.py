@@ -11,7 +11,7 @@ from conftest import FakeEnv, make_rows, shake, tiny_qwen3, watched
 
 import sampling
 from learner import pad
-from model import (adapter_base, add_lora, freeze_reference, load_adapter, load_model, make_optimizer, reference,
+from model import (ScoreTokens, adapter_base, add_lora, freeze_reference, load_adapter, load_model, make_optimizer, reference,
                    token_logps)
 from rollout import Chat, Request, Row, rollout
 from sampling import sampler
@@ -146,10 +146,33 @@ def test_gradient_checkpointing_changes_no_gradient(policy):  # fault 13
 
 
 def test_logits_are_never_made_for_every_token(base, monkeypatch):
-    seen, head = [], base.lm_head.forward
-    monkeypatch.setattr(base.lm_head, "forward", lambda hidden: seen.append(len(hidden)) or head(hidden))
+    seen, mm = [], torch.mm
+    monkeypatch.setattr(torch, "mm", lambda *a, out: seen.append(out.shape) or mm(*a, out=out))
     mask = scores(base, chunk=10)[2]
-    assert sum(seen) == mask.sum() and max(seen) <= 10
+    assert sum(len_ for len_, _ in seen) == mask.sum() and max(seen) <= (10, base.config.vocab_size)
+
+
+def test_the_fused_head_against_autograd_in_float64():
+    """Values and gradient, at a temperature, over chunks, with a weight for each token."""
+    torch.manual_seed(0)
+    hidden_ND, weight_VD = torch.randn(7, 5, dtype=torch.float64), torch.randn(11, 5, dtype=torch.float64)
+    targets_N, weights_N = torch.randint(11, (7,)), torch.randn(7, dtype=torch.float64)
+    one, two = hidden_ND.float().requires_grad_(), hidden_ND.clone().requires_grad_()
+    logp_N, entropy_N = ScoreTokens.apply(one, weight_VD.float(), targets_N, 0.7, 3)
+    (logp_N * weights_N.float()).sum().backward()
+    wanted_NV = (two @ weight_VD.t() / 0.7).log_softmax(-1)
+    (wanted_NV[range(7), targets_N] * weights_N).sum().backward()
+    torch.testing.assert_close(logp_N.double(), wanted_NV[range(7), targets_N], atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(entropy_N.double(), -(wanted_NV.exp() * wanted_NV).sum(-1), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(one.grad.double(), two.grad, atol=1e-5, rtol=1e-5)
+
+
+def test_an_output_layer_that_cannot_be_scored_is_refused(base, words, tmp_path):
+    from peft import LoraConfig, get_peft_model
+    folder = save(base, words, tmp_path / "m")
+    get_peft_model(base, LoraConfig(r=2, target_modules=["lm_head"])).save_pretrained(tmp_path / "adapter")
+    with pytest.raises(ValueError, match="output layer"):
+        load_adapter(load_model(folder)[0], str(tmp_path / "adapter"))
 
 
 # LoRA and the reference
