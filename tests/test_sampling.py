@@ -2,6 +2,8 @@
 import pytest
 import torch
 from conftest import shake, tiny_qwen3
+
+import sampling
 from envs.keydoor import KeyDoor
 from learner import row_logps
 from model import load_model
@@ -193,3 +195,22 @@ def test_a_sampled_token_carries_its_log_prob(policy, word_chat, temperature):
         torch.testing.assert_close(torch.tensor(row.sampled_logp), torch.tensor(scored[id(row)]), atol=1e-4, rtol=1e-4)
     greedy = [row for t in play(policy, word_chat, temperature=0.0) for row in t.rows]
     assert all(len(row.sampled_logp) < len(row.ids) for row in greedy)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gpt2", "llama"])
+def test_packing_a_cache_changes_nothing_but_its_width(words, word_chat, monkeypatch, name):
+    model, packed, real = MODELS[name](len(words)), [], sampling.pack
+
+    def counted(cache, real_NP):
+        packed.append((real_NP.shape[1], (kept := real(cache, real_NP)).shape[1]))
+        return kept
+
+    monkeypatch.setattr(sampling, "pack", counted)
+    with_ = play(model, word_chat, envs=3)
+    monkeypatch.setattr(sampling, "pack", lambda cache, real_NP: real_NP)
+    without = play(model, word_chat, envs=3)
+    assert [t.rows for t in with_] == [t.rows for t in without]
+    assert any(after < before for before, after in packed)
+    for a, b in zip(with_, without):
+        for row, other in zip(a.rows, b.rows):
+            torch.testing.assert_close(torch.tensor(row.sampled_logp), torch.tensor(other.sampled_logp), atol=1e-5, rtol=1e-5)
