@@ -92,10 +92,10 @@ def sampler(model, chat, *, temperature: float = 1.0, max_new_tokens: int = 32, 
             self.logps = []
 
         def __call__(self, input_ids, scores_NV):
-            p_NV = (scores_NV.float() / temperature).softmax(-1)
+            p_NV = scores_NV.float().sub(scores_NV.amax(1, keepdim=True)).div_(temperature).exp_()  # times a number
             drawn_N1 = draw(p_NV)[:, None]
-            self.logps.append(p_NV.gather(1, drawn_N1)[:, 0].log())
-            return scores_NV.scatter(1, drawn_N1, torch.inf)
+            self.logps.append((p_NV.gather(1, drawn_N1)[:, 0] / p_NV.sum(1)).log())
+            return p_NV.scatter_(1, drawn_N1, torch.inf)
 
     config = GenerationConfig(do_sample=False, max_new_tokens=max_new_tokens, eos_token_id=sorted(chat.end_ids),
                               pad_token_id=chat.pad_id, repetition_penalty=1.0, num_beams=1)

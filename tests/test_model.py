@@ -278,7 +278,7 @@ def test_a_shipped_generation_config_does_not_leak(base, words, tmp_path, monkey
     model, tokenizer = load_model(folder)
     assert model.generation_config.eos_token_id == [2, 0]
     seen, drawn_from, draw = watched(model, monkeypatch), [], sampling.draw
-    monkeypatch.setattr(sampling, "draw", lambda p_NV: drawn_from.append(p_NV) or draw(p_NV))
+    monkeypatch.setattr(sampling, "draw", lambda p_NV: drawn_from.append(p_NV / p_NV.sum(1, keepdim=True)) or draw(p_NV))
     sampler(model, Chat(tokenizer), temperature=0.7, max_new_tokens=4)([[5, 6, 7], [8, 9]])
     for got, logits in zip(drawn_from, seen[0].logits, strict=True):
         torch.testing.assert_close(got, (logits / 0.7).softmax(-1))

@@ -369,7 +369,7 @@ PROMPTS = [[5, 6, 7], [8] * 11, [9, 10, 11, 12, 13, 14], [20]]
 def test_the_whole_distribution_is_sampled(base, word_chat, monkeypatch, temperature):  # fault 10
     base.generation_config.update(do_sample=True, temperature=0.6, top_k=20, top_p=0.95, repetition_penalty=1.3)  # as Qwen's
     seen, drawn_from, draw = watched(base, monkeypatch), [], sampling.draw
-    monkeypatch.setattr(sampling, "draw", lambda p_NV: drawn_from.append(p_NV) or draw(p_NV))
+    monkeypatch.setattr(sampling, "draw", lambda p_NV: drawn_from.append(p_NV / p_NV.sum(1, keepdim=True)) or draw(p_NV))
     answers = sampler(base, word_chat, temperature=temperature, max_new_tokens=4)(PROMPTS)
     assert len(drawn_from) == len(seen[0].logits) > 1
     for n, (p_NV, logits) in enumerate(zip(drawn_from, seen[0].logits)):
@@ -382,7 +382,7 @@ def test_the_whole_distribution_is_sampled(base, word_chat, monkeypatch, tempera
 
 def test_the_whole_distribution_at_the_real_vocabulary(qwen3_model, qwen3, monkeypatch):  # fault 10
     drawn_from, draw = [], sampling.draw
-    monkeypatch.setattr(sampling, "draw", lambda p_NV: drawn_from.append(p_NV) or draw(p_NV))
+    monkeypatch.setattr(sampling, "draw", lambda p_NV: drawn_from.append(p_NV / p_NV.sum(1, keepdim=True)) or draw(p_NV))
     sampler(qwen3_model, Chat(qwen3), temperature=0.7, max_new_tokens=2)([[1, 2, 3]])
     assert (drawn_from[0] > 0).sum() == 151_936
 
