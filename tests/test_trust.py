@@ -1,7 +1,7 @@
 """What a run survives: kills, Ctrl-C, broken checkpoints, broken environments, gradients that are not finite, full disks,
 clocks that jump, hostile text. docs/trust.md is the table.
 
-KILLS=20 python -m pytest tests/test_trust.py -k killed     # twenty kills a program instead of one
+KILLS=5 python -m pytest tests/test_trust.py -k killed     # five cases a program instead of one
 """
 import json
 import os
@@ -100,7 +100,9 @@ def test_a_killed_run_that_is_resumed_equals_an_unbroken_one(program, kill, unbr
         if not folder.exists():  # killed before it was made
             folder.mkdir()
     if process.returncode:
-        finish(program, folder, "--resume")
+        process = start(program, folder, "--resume")
+        said = process.communicate()[1]
+        assert process.returncode == 0 or "has done its 6 steps" in said, said  # killed after its last line: no picture
     assert outcome(folder) == want
 
 
