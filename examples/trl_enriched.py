@@ -2,7 +2,7 @@
 
     pip install -r examples/requirements.txt
     python -m examples.trl_enriched                                       # from the repository's root: two steps, on a CPU
-    accelerate launch --num_processes 4 -m examples.trl_enriched          # the same on four cards
+    accelerate launch --num_processes 4 -m examples.trl_enriched          # on four cards (not run; see note 6)
 
 Written for TRL 1.16, by its `rollout_func`: TRL hands over the prompts of this process, here the names of tasks, and gets
 back ids, a mask and log-probs. So episodes are played by rollout.py in EnrichedEnv, and losses, optimizer, processes and
@@ -14,6 +14,7 @@ checkpoints are TRL's. (`environment_factory`, its other way, lets a model act b
    completion, so `history` is "full", and a chat template that drops earlier thinking is refused.
 4. An episode whose environment broke has the reward None, which TRL leaves out of the baseline and gives advantage 0.
 5. Evaluation by TRL is never enriched.
+6. Tried by hand on two CPU processes (torchrun, with use_cpu=True and ddp_backend="gloo"), not on GPUs, DeepSpeed or FSDP.
 """
 import random
 
