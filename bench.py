@@ -130,7 +130,7 @@ def alone(args, task):
         full = max(args.micro_batch_tokens // args.tokens, 1)  # rows of one micro-batch
         rows = [full, 2 * full, 4 * full]
         peaks = [run(args, "learner", rows=n)["peak_bytes"] for n in rows]
-        figures |= {"rows": rows, "learner_peak_bytes": peaks, "learner_peak_ratio": peaks[-1] / peaks[0]}
+        figures |= {"rows": rows, "learner_peak_bytes": peaks, "learner_peak_ratio": peaks[-1] / max(peaks[0], 1)}
     return {f"{task}.{name}": value for name, value in (figures | {"runs": runs}).items()}
 
 
