@@ -35,7 +35,7 @@ def draw(p_NV, block=1024):
         cdf_NM = p_NM.cumsum(1, dtype=torch.float64)
         if not cdf_NM[:, -1].isfinite().all():
             raise FloatingPointError("the policy's probabilities are not finite")
-        u_N1 = torch.rand(len(p_NM), 1, dtype=torch.float64, device=p_NM.device) * (1 - 1e-15)  # below 1 when rounded, too
+        u_N1 = torch.rand(len(p_NM), 1, dtype=torch.float64, device=p_NM.device)  # at most 1 - 2**-53: u * total stays below it
         return torch.searchsorted(cdf_NM, u_N1 * cdf_NM[:, -1:], right=True)[:, 0]  # never one of probability 0
 
     block_N = one_of(p_NKB.sum(2))

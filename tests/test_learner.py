@@ -149,8 +149,12 @@ def test_out_of_memory_halves_the_budget_and_repeats(policy, rows, name, minibat
     def small_card(model, ids_BT, *rest):
         if len(ids_BT) > 2:
             raise torch.OutOfMemoryError("CUDA out of memory")
-        logp_BT, entropy_BT = token_logps(model, ids_BT, *rest)
-        return (OutOfMemoryInBackward.apply(logp_BT) if len(ids_BT) == 2 and logp_BT.requires_grad else logp_BT), entropy_BT
+        hook = policy.get_base_model().model.layers[0].register_forward_hook(  # when later layers have their gradients
+            lambda module, inputs, output: OutOfMemoryInBackward.apply(output) if len(output) == 2 else output)
+        try:
+            return token_logps(model, ids_BT, *rest)
+        finally:
+            hook.remove()
 
     monkeypatch.setattr(learner, "token_logps", small_card)
     halved, stats = gradient(policy, batch_of(rows), ADVANTAGES, name, **how)

@@ -181,6 +181,11 @@ def test_tokens_are_drawn_with_their_probabilities():
     chi2 = ((counts - expected)[often] ** 2 / expected[often]).sum()
     assert abs(chi2 - often.sum()) < 5 * (2 * often.sum()) ** 0.5
     assert draw(torch.tensor([[0.0, 0.0, 1e-30, 0.0]])).item() == 2
+    for u, index in ((0.0, 1), (1 - 2 ** -53, 2)):  # the ends of what torch.rand gives
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(torch, "rand", lambda *shape, u=u, **how: torch.full(shape, u, dtype=torch.float64))
+            assert draw(torch.tensor([[0.0, 0.3, 0.7, 0.0]])).item() == index
+            assert draw(torch.tensor([[0.0, 0.3, 0.7, 0.0]]), block=2).item() == index
     for bad in (torch.nan, torch.inf):
         with pytest.raises(FloatingPointError, match="not finite"):
             draw(torch.tensor([[0.5, bad]]))
