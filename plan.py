@@ -244,9 +244,8 @@ def roll(model, rows, length):
             ids = torch.zeros(rows, new, dtype=torch.long, device="meta")
             scores_NV = causal(input_ids=ids, attention_mask=mask, use_cache=True, cache=cache, logits_to_keep=1,
                                position_ids=torch.zeros_like(ids)).logits[:, -1].float()
-            p_NV = (scores_NV / 1.0).softmax(-1)  # as `sampling.draw` does, but for what depends on contents
-            blocks = torch.nn.functional.pad(p_NV, (0, -p_NV.shape[1] % 1024))
-            return blocks, scores_NV.scatter(1, ids[:, :1], torch.inf)
+            p_NV = scores_NV.sub(scores_NV.amax(1, keepdim=True)).exp_()  # as the sampler does, but for what depends on contents
+            torch.nn.functional.pad(p_NV, (0, -p_NV.shape[1] % 1024))
 
         cache = DynamicCache(config=causal.config)
         step(length - 1, 0)

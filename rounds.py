@@ -23,7 +23,7 @@ from envs import BadInput, make_env, parse_options
 from evaluate import evaluate, fixed_tasks, table
 from model import load_model
 from rollout import Chat, Request, refuse_if_nothing_fits, rollout
-from runs import about, append, episode_metrics, read, record, replace, run_folder, same_options, write_config
+from runs import append, episode_metrics, read, record, replace, run_folder, same_options, write_config
 from sampling import sampler
 from state import StateEnv, count_edits, entries, model_edits, read_state
 from teacher import check_tokenizer
@@ -37,10 +37,7 @@ PHASES = ("start", "state", "teacher", "policy", "round", "report")  # their ord
 
 def resume(folder, config, algorithm) -> int:
     """Refuse another run's options; cut off what unfinished phases have logged. Returns the phases that are finished."""
-    if not folder.is_dir():
-        raise BadInput(f"there is no run in {folder} to resume; start without --resume")
-    if about(folder) or any(folder.iterdir()):  # a start that was stopped at once may have left it empty
-        same_options(folder, config, algorithm, FREE)
+    same_options(folder, config, algorithm, FREE)
     finished = {path.stem for path in (folder / "phases").glob("*.json")}
     for name in ("metrics.jsonl", "rollouts.jsonl", "tokens.jsonl"):
         keep = [row for row in read(folder / name) if row["phase"] in finished]

@@ -73,10 +73,7 @@ def open_folder(config, algorithm, resuming=None) -> tuple[Path, int]:
 def resume(folder, config, algorithm) -> int:
     """The step to go on from, 0 where none was saved yet; refuses another run's options, and cuts off what was logged after
     the checkpoint."""
-    if not folder.is_dir():
-        raise BadInput(f"there is no run in {folder} to resume; start without --resume")
-    if about(folder) or any(folder.iterdir()):  # a start that was stopped at once may have left it empty
-        same_options(folder, config, algorithm, FREE)
+    same_options(folder, config, algorithm, FREE)
     step = checkpoint_step(folder)
     done = [row["step"] for row in read(folder / "evaluations.jsonl") if row["split"] == "test"]
     if step >= config.steps and config.steps in done:
@@ -90,6 +87,10 @@ def resume(folder, config, algorithm) -> int:
 
 def same_options(folder, config, algorithm, free):
     """Refuse to go on with another algorithm, or with other options than those of the run, `free` ones excepted."""
+    if not folder.is_dir():
+        raise BadInput(f"there is no run in {folder} to resume; start without --resume")
+    if not any(folder.iterdir()):
+        return  # a start that was stopped at once
     was = about(folder)
     if was.get("algorithm") != algorithm:
         raise BadInput(f"the run in {folder} is one of {was.get('algorithm')}.py, not {algorithm}.py")

@@ -72,6 +72,7 @@ def measured(**what):
     ("qwen3", torch.float32, "learn", 4, 512, 0.25, False),
     ("llama", torch.bfloat16, "learn", 2, 512, 0.25, False),
     ("llama", torch.float32, "learn", 4, 512, 0.5, True),
+    ("wide", torch.float32, "learn", 1, 1024, 0.5, False),
     ("llama", torch.float32, "roll", 4, 512, 0, False)])
 def test_the_plan_is_what_a_process_takes(name, dtype, phase, rows, length, sampled, checkpointing):
     model = plan.on_meta(CONFIGS[name](), dtype, 16, checkpointing)
