@@ -262,6 +262,35 @@ def roll(model, rows, length):
 
 # The plan
 
+def period_of(layers, kinds) -> int:
+    """The shortest pattern of layers that the whole model repeats, e.g. 1 (all alike), or 4 (three recurrent, one attention)."""
+    looks = [(kind, [(name, p.shape) for name, p in layer.named_parameters()]) for layer, kind in zip(layers, kinds, strict=True)]
+    return next(n for n in range(1, len(looks) + 1) if len(looks) % n == 0 and looks == looks[:n] * (len(looks) // n))
+
+
+def deep(phase, model, *args):
+    """`phase(model, *args)`, run with two and three periods of layers: each further one adds the same bytes. (The peak of a
+    single one can lie elsewhere.)"""
+    from teacher import parts_of
+
+    backbone = parts_of(model)[0]
+    layers = backbone.layers
+    period = period_of(layers, getattr(backbone.config, "layer_types", None) or [""] * len(layers))
+    more = len(layers) // period - 3
+    if more < 3:  # nothing to gain
+        return phase(model, *args)
+    try:
+        backbone.layers = layers[:2 * period]
+        two = phase(model, *args)
+        backbone.layers = layers[:3 * period]
+        three = phase(model, *args)
+    finally:
+        backbone.layers = layers
+    if isinstance(three, tuple):
+        return tuple(b + more * (b - a) for a, b in zip(two, three, strict=True))
+    return three + more * (three - two)
+
+
 def largest(bytes_of, room, most, unit=1):
     """The largest multiple of `unit` up to `most` whose bytes fit into `room`, bytes being nearly linear; 0 if none does."""
     one, two = bytes_of(unit), bytes_of(2 * unit)
@@ -282,12 +311,12 @@ def plan(name, gpu, *, bits=None, rank=16, max_context=4096, optimizer="adamw", 
         adapter = sum(p.numel() for p in model.parameters() if p.requires_grad)
         fixed = weights + adapter * (4 + 4 + (2 if optimizer == "paged_adamw_8bit" else 8))
         rest = room - fixed - unpacked
-        needs.append((fixed + unpacked + max(learn(model, max_context, max_context), sum(roll(model, 1, max_context))),
-                      width, checkpointing))
+        least = max(deep(learn, model, max_context, max_context), sum(deep(roll, model, 1, max_context)))
+        needs.append((fixed + unpacked + least, width, checkpointing))
         if needs[-1][0] > room:
             continue
-        tokens = largest(lambda n: learn(model, n, max_context), rest, MOST_TOKENS, max_context)
-        envs = largest(lambda n: sum(roll(model, n, max_context)), rest, MOST_ENVS)
+        tokens = largest(lambda n: deep(learn, model, n, max_context), rest, MOST_TOKENS, max_context)
+        envs = largest(lambda n: sum(deep(roll, model, n, max_context)), rest, MOST_ENVS)
         chosen = SimpleNamespace(name=name, gpu=gpu, bits=width, checkpointing=checkpointing, tokens=tokens, envs=envs,
                                  context=max_context, optimizer=optimizer, weights=weights, fixed=fixed, unpacked=unpacked,
                                  room=room, model=model)
@@ -298,17 +327,17 @@ def plan(name, gpu, *, bits=None, rank=16, max_context=4096, optimizer="adamw", 
         raise BadInput(f"{name} does not fit on {gpu} GiB: one episode of {max_context} tokens takes {least / GIB:.1f} GiB at "
                        f"{width} bits with activation checkpointing, so the smallest card is "
                        f"{int(least / GIB / (1 - SHARE) + CONTEXT) + 1} GiB; lower --max-context or take a smaller model")
-    cache, rolling = roll(chosen.model, chosen.envs, max_context)
+    cache, rolling = deep(roll, chosen.model, chosen.envs, max_context)
     chosen.phases = {"rollout": (chosen.fixed, cache, rolling),
-                     "learn": (chosen.fixed, 0, learn(chosen.model, chosen.tokens, max_context))}
+                     "learn": (chosen.fixed, 0, deep(learn, chosen.model, chosen.tokens, max_context))}
     if teacher:
-        distilling = distil(chosen.model, chosen.tokens, max_context, top_k)
+        distilling = deep(distil, chosen.model, chosen.tokens, max_context, top_k)
         while distilling > room - chosen.fixed - chosen.unpacked and chosen.tokens > max_context:
             chosen.tokens -= max_context
-            distilling = distil(chosen.model, chosen.tokens, max_context, top_k)
+            distilling = deep(distil, chosen.model, chosen.tokens, max_context, top_k)
         other = on_meta(config_of(teacher))
         weights, unpacked = weight_bytes(other, teacher_bits)
-        chosen.phases["teacher, alone"] = (weights, 0, unpacked + teach(other, chosen.tokens, max_context, top_k))
+        chosen.phases["teacher, alone"] = (weights, 0, unpacked + deep(teach, other, chosen.tokens, max_context, top_k))
         chosen.phases["distil"] = (chosen.fixed, 0, distilling)
     chosen.phases = {phase: (*parts[:2], parts[2] + (chosen.unpacked if "teacher" not in phase else 0))
                      for phase, parts in chosen.phases.items()}

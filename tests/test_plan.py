@@ -144,6 +144,19 @@ def test_a_recurrent_model_can_be_planned():
     assert kv < cache < 10 * kv and rest > 0
 
 
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("kinds", [["full_attention"] * 8, [*["linear_attention"] * 3, "full_attention"] * 7])
+def test_a_few_layers_tell_what_all_take(kinds, checkpointing):
+    shape = {"vocab_size": 500, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": len(kinds), "layer_types": kinds,
+             "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+    recurrent = {"linear_num_key_heads": 2, "linear_num_value_heads": 2, "linear_key_head_dim": 16, "linear_value_head_dim": 16}
+    config = Qwen3_5TextConfig(**shape, **recurrent) if "linear_attention" in kinds else Qwen3Config(**shape)
+    model = plan.on_meta(config, torch.float32, 4, checkpointing)
+    for phase, *sizes in ((plan.learn, 512, 128), (plan.distil, 512, 128, 32), (plan.teach, 512, 128, 32), (plan.roll, 4, 128)):
+        assert plan.deep(phase, model, *sizes) == pytest.approx(phase(model, *sizes), rel=1e-4), phase.__name__
+    assert plan.period_of(model.get_base_model().model.layers, kinds) == len(set(kinds)) ** 2
+
+
 @pytest.mark.parametrize("gpu, context, message", [(1.02, 1024, "the smallest card is 2 GiB"), (1.2, 65536, "--max-context")])
 def test_a_card_too_small_says_what_fits(tiny_config, gpu, context, message):
     with pytest.raises(BadInput, match=message):
@@ -177,8 +190,8 @@ def test_a_preset_fits_its_card(preset):
     weights, unpacked = plan.weight_bytes(model, options["bits"])
     fixed = weights + unpacked + 16 * sum(p.numel() for p in model.parameters() if p.requires_grad)
     room = (float(preset.removesuffix("gb")) - plan.CONTEXT) * (1 - plan.SHARE) * plan.GIB
-    learning = plan.learn(model, options["micro_batch_tokens"], options["max_context"])
-    rolling = sum(plan.roll(model, options["num_envs"], options["max_context"]))
+    learning = plan.deep(plan.learn, model, options["micro_batch_tokens"], options["max_context"])
+    rolling = sum(plan.deep(plan.roll, model, options["num_envs"], options["max_context"]))
     assert 0.7 * room < fixed + max(learning, rolling) and fixed + learning <= room and fixed + rolling <= room
 
 
