@@ -65,6 +65,11 @@ class Kept:
         return None
 
 
+def by_themselves(head, args):
+    """The last position's states as a tensor of their own: for a slice of a prompt's, PyTorch copies the head for each row."""
+    return (args[0].clone(memory_format=torch.contiguous_format),)
+
+
 def pack(cache, real_NP):
     """Move the tokens of each row to the right, so that holes go; returns the mask that is left. Keys carry their positions."""
     width = int(real_NP.sum(1).max())
@@ -138,9 +143,12 @@ def sampler(model, chat, *, temperature: float = 1.0, max_new_tokens: int = 32, 
         mask_NT = torch.cat([real_NP, new_mask_NT], 1)
         ids_NT = torch.cat([torch.full_like(real_NP, chat.pad_id), new_NT], 1)  # of cached columns only the width counts
         width = ids_NT.shape[1]
-        drawing = Draw()
-        out_NT = model.generate(input_ids=ids_NT, attention_mask=mask_NT, generation_config=config, cache=cache,
-                                logits_processor=LogitsProcessorList([drawing] if temperature else []))[:, width:]
+        drawing, hook = Draw(), causal.get_output_embeddings().register_forward_pre_hook(by_themselves)
+        try:
+            out_NT = model.generate(input_ids=ids_NT, attention_mask=mask_NT, generation_config=config, cache=cache,
+                                    logits_processor=LogitsProcessorList([drawing] if temperature else []))[:, width:]
+        finally:
+            hook.remove()
         sampled = out_NT.tolist()
         ends = [next((n + 1 for n, i in enumerate(row) if i in chat.end_ids), len(row)) for row in sampled]
         actions = [Action(row[:end]) for row, end in zip(sampled, ends)]

@@ -167,7 +167,7 @@ def test_a_card_too_small_says_what_fits(tiny_config, gpu, context, message):
     (["--model", "x/y", "--gpu", "0.5"], "--gpu"), (["--model", "no/such", "--gpu", "24"], "Qwen/Qwen3-4B"),
     (["--gpu", "24"], "--model"), (["--model", "m", "--gpu", "24", "--wrong"], "--wrong")])
 def test_bad_input_is_one_line(argv, message, monkeypatch):
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(BadInput, match=message):
         plan.main(argv)
 

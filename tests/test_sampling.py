@@ -111,6 +111,16 @@ def test_a_turn_encodes_what_is_new_and_a_group_its_prompt_once():
     assert kept < 0.35 * sum(rows * width for rows, width in seen)
 
 
+def test_the_head_is_given_a_tensor_of_its_own(base, word_chat):
+    """Not a slice of the whole prompt's states, for which PyTorch copies the head once for each row."""
+    model, strides = base, set()
+    hook = model.get_output_embeddings().register_forward_hook(lambda head, args, out: strides.add(args[0].stride()))
+    play(model, word_chat)
+    hook.remove()
+    width = model.config.hidden_size
+    assert strides == {(width, width, 1)} and not model.get_output_embeddings()._forward_pre_hooks
+
+
 @pytest.mark.parametrize("name, keeps", [("qwen3", True), ("gpt2", True), ("llama", True), ("hybrid", False), ("sliding", False)])
 def test_which_models_keep_their_cache(words, name, keeps):
     assert keeps_cache(MODELS[name](len(words))) == keeps
