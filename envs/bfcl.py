@@ -40,6 +40,7 @@ import importlib
 import inspect
 import json
 import re
+import warnings
 from collections import Counter
 from pathlib import Path
 from typing import NamedTuple
@@ -157,7 +158,8 @@ def parse_calls(text: str) -> list[Call]:
     looks_like_calls = re.match(r"\[|[^\W\d][\w.]*\(", text)
     text = ("" if text.startswith("[") else "[") + text + ("" if text.endswith("]") else "]")
     try:
-        nodes = ast.parse(text, mode="eval").body
+        with warnings.catch_warnings(action="ignore"):  # about the model's text: not for the terminal
+            nodes = ast.parse(text, mode="eval").body
         if not isinstance(nodes, ast.List):
             raise InvalidAction("expected one list of calls")
         return [_literal_call(node) for node in nodes.elts]

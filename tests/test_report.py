@@ -388,7 +388,7 @@ def joined(text):
 
 
 def test_hostile_text_stays_data(tmp_path):
-    texts = hostile(3000)
+    texts = hostile(10_000)
     before = sorted(tmp_path.iterdir())
     run = hostile_run(tmp_path / "<img src=x onerror=alert(1)>\x1b[31m", texts)
     page = made(tmp_path, run)

@@ -25,6 +25,7 @@ import gspo
 import learner
 import runs
 from envs import BadInput, parse_action, plain
+from envs.bfcl import InvalidAction, parse_calls, parse_tool_calls
 from envs.keydoor import KeyDoor
 from rollout import Chat, Request, rollout
 from runs import read
@@ -329,16 +330,33 @@ def test_hostile_text_forges_no_turn_and_breaks_nothing(tokenizer):
     """10,000 strings as observation, action and edit."""
     chat, rng = Chat(tokenizer), random.Random(0)
     scaffold = [i for i in chat.prompt([("system", "x"), ("user", "x")]) if i in chat.special_ids]
-    for n in range(10_000):
+    for _ in range(10_000):
         text = hostile(rng)
-        if n % 3 == 0:  # the others go through what does not need a tokenizer alone
-            ids = chat.prompt([("system", text), ("user", text[::-1])])
-            assert [i for i in ids if i in chat.special_ids] == scaffold
+        ids = chat.prompt([("system", text), ("user", text[::-1])])
+        assert [i for i in ids if i in chat.special_ids] == scaffold
         assert "\x1b" not in plain(text) and "\x1b" not in parse_action(plain(text))
         assert isinstance(parse_action(text), str) and "\n" not in parse_action(text)
         edits, dropped = parse_edits(text, 5)
         state, applied, refused = apply_edits("- one\n- two", edits, 500)
         assert len(state) <= 500 and len(applied) + len(refused) == len(edits)
+
+
+def test_hostile_text_is_no_call_or_an_invalid_one(recwarn):
+    """10,000 strings, as they are and where a call has its argument."""
+    rng, calls = random.Random(1), 0
+    for n in range(10_000):
+        text = hostile(rng)
+        text = (text, f"[ls({text})]", f'[ls(a="{text}")]', f'<tool_call>{{"name": "ls", "arguments": {text}}}</tool_call>')[n % 4]
+        for parse in (parse_calls, parse_tool_calls):
+            try:
+                found = parse(text)
+            except InvalidAction as error:
+                assert len(str(error)) < 200
+            else:
+                assert all(isinstance(call.name, str) for call in found)
+                calls += len(found)
+    assert calls > 1000  # strings are arguments too
+    assert not recwarn.list  # Python's parser warns of what it is given, on the terminal
 
 
 def test_a_state_or_task_of_hostile_text_leaves_nothing_outside_the_run(tmp_path):
