@@ -1,31 +1,19 @@
-"""Does it fit on the card? The memory of every phase, from the configuration of a model alone.
+"""Does it fit on the card? Options and the memory of every phase, from the configuration of a model alone.
 
     python model.py --plan --model Qwen/Qwen3-4B --gpu 24
     python model.py --plan --model Qwen/Qwen3.5-4B --gpu 48 --teacher Qwen/Qwen3.5-27B --max-context 8192
     python grpo.py --preset 24gb --model Qwen/Qwen3-4B ...        # passes the options that such a plan ends with
 
-The program's own code (`token_logps`, the backward pass, a turn of sampling) runs on PyTorch's meta device, where a tensor
-has a shape and no content, and every storage that is alive is counted. So nothing is downloaded, no memory is needed,
-and a change of the code changes the plan. Added by hand, in GiB of 2**30 bytes:
-
-1. The card keeps CONTEXT for itself, and the allocator's fragmentation SHARE of the rest.
-2. Weights of 4 bits take half a byte, 8 bits a block of 64 and 4 bytes 256 blocks; a layer's are unpacked while it is used.
-3. Attention keeps what a fused kernel keeps: queries, keys, values, output and one number a query.
-4. Rollout is planned at its worst: `num_envs` episodes, each as long as the context, encoded anew. A turn that goes on from
-   a kept cache takes less.
-5. Gradients and optimizer stay where they are during a rollout.
-
-A layer that transformers computes with kernels of other packages where these are installed (the recurrent ones of Qwen3.5)
-is planned as it runs without them. Against measurements: tests/test_plan.py.
+How it is counted, and against what that was measured: memory.py. The card keeps CONTEXT GiB (of 2**30 bytes) for itself,
+and the allocator's fragmentation SHARE of the rest. The teacher is in memory alone.
 """
-import weakref
+import functools
 from types import SimpleNamespace
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter
 
 from envs import BadInput
+from memory import deep, distil, learn, on_meta, roll, teach, weight_bytes
 
 GIB = 2 ** 30
 CONTEXT, SHARE = 1.0, 0.05
@@ -44,59 +32,6 @@ KNOWN = {  # shapes of models that can be planned without a network
 SAME_SHAPE = {"Qwen/Qwen3-4B-Instruct-2507": "Qwen/Qwen3-4B", "Qwen/Qwen3-4B-Thinking-2507": "Qwen/Qwen3-4B"}
 
 
-# Counting
-
-class Live(TorchDispatchMode):
-    """Inside, counts the bytes of the meta tensors that are alive: `now`, and `most` so far."""
-
-    def __init__(self, *tensors):
-        super().__init__()
-        self.now, self.most, self.seen = 0, 0, set()
-        for tensor in tensors:
-            self.count(tensor)
-
-    def count(self, tensor):
-        storage = tensor.untyped_storage()
-        key, size = storage._cdata, storage.nbytes()
-        if key not in self.seen:
-            self.seen.add(key)
-            self.now += size
-            self.most = max(self.most, self.now)
-            weakref.finalize(storage, self.free, key, size)
-
-    def free(self, key, size):
-        self.seen.discard(key)
-        self.now -= size
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        for tensor in tree_iter(out):
-            if isinstance(tensor, torch.Tensor) and tensor.is_meta:
-                self.count(tensor)
-        return out
-
-
-class Fused(torch.autograd.Function):
-    """Attention's memory: what a fused kernel keeps and makes."""
-
-    @staticmethod
-    def forward(ctx, query, key, value):
-        out = torch.empty_like(query)
-        ctx.save_for_backward(query, key, value, out, query.new_empty(query.shape[:3], dtype=torch.float32))
-        return out
-
-    @staticmethod
-    def backward(ctx, grad):
-        return tuple(torch.empty_like(tensor) for tensor in ctx.saved_tensors[:3])
-
-
-def fused_attention(module, query, key, value, attention_mask, **_):
-    groups = query.shape[1] // key.shape[1]
-    if attention_mask is not None and query.shape[2] > 1:  # with a mask, transformers repeats the heads
-        key, value = (x.repeat_interleave(groups, 1) for x in (key, value))
-    return Fused.apply(query, key, value).transpose(1, 2).contiguous(), None
-
-
 def config_of(name):
     """The configuration of a known model, a folder or, over the network, a name on the hub."""
     from transformers import AutoConfig
@@ -110,185 +45,6 @@ def config_of(name):
         raise BadInput(f"cannot read the configuration of {name!r} ({str(error).strip().splitlines()[0]}); known without a "
                        f"network: {', '.join([*KNOWN, *SAME_SHAPE])}") from error
     return getattr(config, "text_config", config)
-
-
-def on_meta(config, dtype=torch.bfloat16, rank=0, checkpointing=False):
-    """The model on the meta device, with a LoRA adapter if `rank` says so."""
-    from transformers import AutoModelForCausalLM
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
-    from model import add_lora
-
-    ALL_ATTENTION_FUNCTIONS.register("fused-plan", fused_attention)
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="fused-plan").requires_grad_(False)
-        if rank:
-            model = add_lora(model, rank)
-    if checkpointing:
-        (model.get_base_model() if rank else model).gradient_checkpointing_enable(
-            gradient_checkpointing_kwargs={"use_reentrant": False})
-    return model.train(checkpointing)
-
-
-def weight_bytes(model, bits):
-    """(the base model's weights, the largest layer when it is unpacked) in bytes."""
-    causal = model.get_base_model() if hasattr(model, "get_base_model") else model
-    packed = {id(m.weight): m.weight.numel() for m in causal.modules() if isinstance(m, torch.nn.Linear)
-              and m is not causal.get_output_embeddings() and not m.weight.requires_grad} if bits == 4 else {}
-    others = {id(p): p.nbytes for p in causal.parameters() if not p.requires_grad and id(p) not in packed}
-    packed_bytes = sum(n * (1 / 2 + 1 / 64 + 4 / (64 * 256)) for n in packed.values())
-    return sum(others.values()) + packed_bytes, 2 * max(packed.values(), default=0)
-
-
-# The phases: bytes beyond weights, adapter, gradients and optimizer
-
-def working(model, work) -> int:
-    with Live(*model.parameters()) as live:
-        before = live.now
-        work()
-    return live.most - before
-
-
-def rows_on_meta(tokens, length, sampled):
-    """ids [B, T] on meta, mask [B, T] on the CPU: it is the mask's content that counts the logits."""
-    mask_BT = torch.zeros(max(1, tokens // length), length, dtype=torch.bool)
-    mask_BT[:, length - max(1, int(sampled * length)):] = True
-    mask_BT[:, 0] = False
-    return torch.zeros(mask_BT.shape, dtype=torch.long, device="meta"), mask_BT
-
-
-def learn(model, tokens, length, sampled=0.5):
-    """Forward and backward pass of a micro-batch, the gradients not counted."""
-    from learner import add_gradient
-    from model import token_logps
-
-    trainable = [p for p in model.parameters() if p.requires_grad]
-    for p in trainable:
-        p.grad = torch.empty_like(p)  # they are there already
-
-    def work():
-        logp_BT, _ = token_logps(model, *rows_on_meta(tokens, length, sampled))
-        add_gradient(logp_BT.sum(), trainable)
-
-    bytes_ = working(model, work)
-    for p in trainable:
-        p.grad = None
-    return bytes_
-
-
-def answers(model, tokens, length, sampled):
-    """[N, D]: the hidden states that predict the sampled tokens, as `teacher.hidden` gives them."""
-    from teacher import parts_of
-
-    ids_BT, mask_BT = rows_on_meta(tokens, length, sampled)
-    rows, columns = mask_BT[:, 1:].nonzero(as_tuple=True)
-    return parts_of(model)[0](input_ids=ids_BT, use_cache=False).last_hidden_state[rows, columns]
-
-
-def teach(model, tokens, length, top_k=0, sampled=0.5):
-    """`teacher.consult` of a micro-batch; what it has found is on the CPU at once."""
-    from teacher import CHUNK, buckets, logits
-
-    @torch.no_grad()
-    def work():
-        found = []
-        for part in answers(model, tokens, length, sampled).split(CHUNK):
-            logits_NV = logits(model, part, 1.0)
-            own = torch.zeros(len(part), top_k // 2, dtype=torch.long, device="meta")
-            top = torch.cat([own, logits_NV.scatter(1, own, -torch.inf).topk(top_k - top_k // 2).indices], 1)
-            found.append(buckets(logits_NV, top).log_softmax(1))
-
-    return working(model, work)
-
-
-def distil(model, tokens, length, top_k=0, sampled=0.5):
-    """`teacher.distill` of a micro-batch."""
-    from torch.utils.checkpoint import checkpoint
-
-    from distill import distill_loss
-    from learner import add_gradient
-    from teacher import CHUNK, buckets, logits
-
-    trainable = [p for p in model.parameters() if p.requires_grad]
-
-    def work():
-        hidden_ND = answers(model, tokens, length, sampled)
-        width = top_k + 1 if top_k else model.get_output_embeddings().weight.shape[0]
-        logp = torch.empty(len(hidden_ND), width, device="meta")
-        top = torch.zeros(len(hidden_ND), top_k, dtype=torch.long, device="meta")
-        weights = torch.ones(len(hidden_ND), device="meta")
-
-        def numerator(hidden, weights, top, logp):
-            return distill_loss(buckets(logits(model, hidden, 1.0), top)[None], logp[None], weights[None],
-                                torch.ones_like(weights)[None])[0]
-
-        parts = zip(*(tensor.split(CHUNK) for tensor in (hidden_ND, weights, top, logp)))
-        add_gradient(sum(checkpoint(numerator, *part, use_reentrant=False) for part in parts), trainable)
-
-    return working(model, work)
-
-
-def roll(model, rows, length):
-    """(cache, rest) of a turn of `rows` episodes of `length` tokens: encoding all of it, or sampling its last token."""
-    from transformers import DynamicCache
-
-    causal = model.get_base_model() if hasattr(model, "get_base_model") else model
-    kinds = getattr(causal.config, "layer_types", None) or []
-    dense = all(kind == "full_attention" for kind in kinds)
-    size = {}
-
-    @torch.no_grad()
-    def work():
-        def step(new, so_far):
-            mask = torch.ones(rows, 1, new, so_far + new, dtype=torch.bool, device="meta") if dense else None
-            ids = torch.zeros(rows, new, dtype=torch.long, device="meta")
-            scores_NV = causal(input_ids=ids, attention_mask=mask, use_cache=True, cache=cache, logits_to_keep=1,
-                               position_ids=torch.zeros_like(ids)).logits[:, -1].float()
-            p_NV = scores_NV.sub(scores_NV.amax(1, keepdim=True)).exp_()  # as the sampler does, but for what depends on contents
-            torch.nn.functional.pad(p_NV, (0, -p_NV.shape[1] % 1024))
-
-        cache = DynamicCache(config=causal.config)
-        step(length - 1, 0)
-        step(1, length - 1)
-        tensors = [t for layer in cache.layers for t in tree_iter(vars(layer)) if isinstance(t, torch.Tensor)]
-        size["cache"] = sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}.values())
-
-    training = model.training
-    model.eval()
-    most = working(model, work)
-    model.train(training)
-    return size["cache"], most - size["cache"]
-
-
-# The plan
-
-def period_of(layers, kinds) -> int:
-    """The shortest pattern of layers that the whole model repeats, e.g. 1 (all alike), or 4 (three recurrent, one attention)."""
-    looks = [(kind, [(name, p.shape) for name, p in layer.named_parameters()]) for layer, kind in zip(layers, kinds, strict=True)]
-    return next(n for n in range(1, len(looks) + 1) if len(looks) % n == 0 and looks == looks[:n] * (len(looks) // n))
-
-
-def deep(phase, model, *args):
-    """`phase(model, *args)`, run with two and three periods of layers: each further one adds the same bytes. (The peak of a
-    single one can lie elsewhere.)"""
-    from teacher import parts_of
-
-    backbone = parts_of(model)[0]
-    layers = backbone.layers
-    period = period_of(layers, getattr(backbone.config, "layer_types", None) or [""] * len(layers))
-    more = len(layers) // period - 3
-    if more < 3:  # nothing to gain
-        return phase(model, *args)
-    try:
-        backbone.layers = layers[:2 * period]
-        two = phase(model, *args)
-        backbone.layers = layers[:3 * period]
-        three = phase(model, *args)
-    finally:
-        backbone.layers = layers
-    if isinstance(three, tuple):
-        return tuple(b + more * (b - a) for a, b in zip(two, three, strict=True))
-    return three + more * (three - two)
 
 
 def largest(bytes_of, room, most, unit=1):
@@ -328,19 +84,21 @@ def plan(name, gpu, *, bits=None, rank=16, max_context=4096, optimizer="adamw", 
                        f"{width} bits with activation checkpointing, so the smallest card is "
                        f"{int(least / GIB / (1 - SHARE) + CONTEXT) + 1} GiB; lower --max-context or take a smaller model")
     cache, rolling = deep(roll, chosen.model, chosen.envs, max_context)
-    chosen.phases = {"rollout": (chosen.fixed, cache, rolling),
-                     "learn": (chosen.fixed, 0, deep(learn, chosen.model, chosen.tokens, max_context))}
+    chosen.phases = {"rollout": (chosen.fixed, cache, rolling + chosen.unpacked)}
+    passes = {"learn": (chosen.fixed, chosen.unpacked, learn, chosen.model, ())}
     if teacher:
-        distilling = deep(distil, chosen.model, chosen.tokens, max_context, top_k)
-        while distilling > room - chosen.fixed - chosen.unpacked and chosen.tokens > max_context:
-            chosen.tokens -= max_context
-            distilling = deep(distil, chosen.model, chosen.tokens, max_context, top_k)
         other = on_meta(config_of(teacher))
-        weights, unpacked = weight_bytes(other, teacher_bits)
-        chosen.phases["teacher, alone"] = (weights, 0, unpacked + deep(teach, other, chosen.tokens, max_context, top_k))
-        chosen.phases["distil"] = (chosen.fixed, 0, distilling)
-    chosen.phases = {phase: (*parts[:2], parts[2] + (chosen.unpacked if "teacher" not in phase else 0))
-                     for phase, parts in chosen.phases.items()}
+        passes |= {"teacher, alone": (*weight_bytes(other, teacher_bits), teach, other, (top_k,)),
+                   "distil": (chosen.fixed, chosen.unpacked, distil, chosen.model, (top_k,))}
+
+    @functools.cache
+    def taken(phase, tokens):
+        fixed, unpacked, work, model, more = passes[phase]
+        return fixed, 0, unpacked + deep(work, model, tokens, max_context, *more)
+
+    while chosen.tokens > max_context and any(sum(taken(phase, chosen.tokens)) > room for phase in passes):
+        chosen.tokens -= max_context
+    chosen.phases |= {phase: taken(phase, chosen.tokens) for phase in passes}
     return chosen
 
 

@@ -1,4 +1,4 @@
-"""plan.py: what it predicts is what a process takes, on the CPU; what it says of cards too small."""
+"""memory.py, plan.py: what they say is what a process takes, on the CPU; what is said of cards too small."""
 import os
 import subprocess
 import sys
@@ -8,6 +8,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, Qwen3_5TextConfig, Qwen3Config
 
+import memory
 import plan
 from envs import BadInput
 from options import PRESETS, Config, parse
@@ -75,14 +76,14 @@ def measured(**what):
     ("wide", torch.float32, "learn", 1, 1024, 0.5, False),
     ("llama", torch.float32, "roll", 4, 512, 0, False)])
 def test_the_plan_is_what_a_process_takes(name, dtype, phase, rows, length, sampled, checkpointing):
-    model = plan.on_meta(CONFIGS[name](), dtype, 16, checkpointing)
-    planned = plan.learn(model, rows * length, length, sampled) if phase == "learn" else sum(plan.roll(model, rows, length))
+    model = memory.on_meta(CONFIGS[name](), dtype, 16, checkpointing)
+    planned = memory.learn(model, rows * length, length, sampled) if phase == "learn" else sum(memory.roll(model, rows, length))
     took = measured(name=name, dtype=dtype, phase=phase, rows=rows, length=length, sampled=sampled, checkpointing=checkpointing)
     assert 0.85 < planned / took < 1.15, f"planned {planned / 1e6:.0f} MB, took {took / 1e6:.0f} MB"
 
 
 def test_every_storage_is_counted_once_and_let_go():
-    with plan.Live() as live:
+    with memory.Live() as live:
         a = torch.empty(1000, device="meta")
         b = a.view(10, 100) + 1
         c = a[:10]
@@ -96,12 +97,12 @@ def test_every_storage_is_counted_once_and_let_go():
 def test_the_weights_of_known_models():
     """Parameters as published, in billions; NF4 packs what is linear, and neither embedding nor output."""
     for name, billions in (("Qwen/Qwen3-4B", 4.02), ("Qwen/Qwen3-8B", 8.19), ("Qwen/Qwen3.5-4B", 4.2), ("Qwen/Qwen3.5-27B", 26.9)):
-        model = plan.on_meta(plan.config_of(name))
-        weights, unpacked = plan.weight_bytes(model, 16)
+        model = memory.on_meta(plan.config_of(name))
+        weights, unpacked = memory.weight_bytes(model, 16)
         assert weights / 2e9 == pytest.approx(billions, rel=0.02) and unpacked == 0, name
         embedded = sum({id(p): p.nbytes for p in (model.get_input_embeddings().weight, model.get_output_embeddings().weight)}
                        .values())
-        packed = plan.weight_bytes(model, 4)[0]
+        packed = memory.weight_bytes(model, 4)[0]
         assert packed == pytest.approx(embedded + (weights - embedded) / 4, rel=0.06), name
 
 
@@ -120,8 +121,8 @@ def test_a_plan_fits_and_is_the_largest(tiny_config, bits):
     room, left = found.room, found.room - found.fixed - found.unpacked
     assert all(sum(parts) <= room for parts in found.phases.values()) and set(found.phases) == {"rollout", "learn"}
     assert found.tokens % 1024 == 0 and found.bits == (bits or 16)
-    assert found.tokens == plan.MOST_TOKENS or plan.learn(found.model, int(1.1 * found.tokens) + 1024, 1024) > left
-    assert found.envs == plan.MOST_ENVS or sum(plan.roll(found.model, int(1.1 * found.envs) + 1, 1024)) > left
+    assert found.tokens == plan.MOST_TOKENS or memory.learn(found.model, int(1.1 * found.tokens) + 1024, 1024) > left
+    assert found.envs == plan.MOST_ENVS or sum(memory.roll(found.model, int(1.1 * found.envs) + 1, 1024)) > left
     if bits == 4:
         assert found.weights < plan.plan("tiny", 1.5, bits=16, max_context=1024).weights
 
@@ -133,13 +134,22 @@ def test_a_teacher_is_planned_alone(tiny_config):
     assert "does not fit" not in plan.table(found) and "--micro-batch-tokens" in plan.table(found)
 
 
+def test_a_large_teacher_lowers_the_tokens(monkeypatch):
+    """It has the card for itself, and the same micro-batches: what it needs is not left to a line that says "does not fit"."""
+    large = LlamaConfig(**{**TINY.to_dict(), "hidden_size": 2048, "intermediate_size": 5376})
+    monkeypatch.setattr(plan, "config_of", lambda name: large if name == "large" else TINY)
+    sizes = {"max_context": 512, "top_k": 64, "teacher_bits": 16}
+    alone, beside = plan.plan("tiny", 1.9, **sizes), plan.plan("tiny", 1.9, teacher="large", **sizes)
+    assert 512 < beside.tokens < alone.tokens and all(sum(parts) <= beside.room for parts in beside.phases.values())
+
+
 def test_a_recurrent_model_can_be_planned():
     config = Qwen3_5TextConfig(vocab_size=500, hidden_size=64, intermediate_size=96, num_hidden_layers=4, num_attention_heads=4,
                                num_key_value_heads=2, head_dim=16, linear_num_key_heads=2, linear_num_value_heads=2,
                                linear_key_head_dim=16, linear_value_head_dim=16)
-    model = plan.on_meta(config, torch.float32, 4)
-    assert plan.learn(model, 512, 128) > 0
-    cache, rest = plan.roll(model, 4, 128)
+    model = memory.on_meta(config, torch.float32, 4)
+    assert memory.learn(model, 512, 128) > 0
+    cache, rest = memory.roll(model, 4, 128)
     kv = 2 * 4 * 2 * 16 * 128 * 4  # of the one layer of attention
     assert kv < cache < 10 * kv and rest > 0
 
@@ -151,10 +161,10 @@ def test_a_few_layers_tell_what_all_take(kinds, checkpointing):
              "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
     recurrent = {"linear_num_key_heads": 2, "linear_num_value_heads": 2, "linear_key_head_dim": 16, "linear_value_head_dim": 16}
     config = Qwen3_5TextConfig(**shape, **recurrent) if "linear_attention" in kinds else Qwen3Config(**shape)
-    model = plan.on_meta(config, torch.float32, 4, checkpointing)
-    for phase, *sizes in ((plan.learn, 512, 128), (plan.distil, 512, 128, 32), (plan.teach, 512, 128, 32), (plan.roll, 4, 128)):
-        assert plan.deep(phase, model, *sizes) == pytest.approx(phase(model, *sizes), rel=1e-4), phase.__name__
-    assert plan.period_of(model.get_base_model().model.layers, kinds) == len(set(kinds)) ** 2
+    model = memory.on_meta(config, torch.float32, 4, checkpointing)
+    for phase, *sizes in ((memory.learn, 512, 128), (memory.distil, 512, 128, 32), (memory.teach, 512, 128, 32), (memory.roll, 4, 128)):
+        assert memory.deep(phase, model, *sizes) == pytest.approx(phase(model, *sizes), rel=1e-4), phase.__name__
+    assert memory.period_of(model.get_base_model().model.layers, kinds) == len(set(kinds)) ** 2
 
 
 @pytest.mark.parametrize("gpu, context, message", [(1.02, 1024, "the smallest card is 2 GiB"), (1.2, 65536, "--max-context")])
@@ -186,12 +196,12 @@ def test_a_preset_sets_what_the_user_did_not(capsys):
 @pytest.mark.parametrize("preset", PRESETS)
 def test_a_preset_fits_its_card(preset):
     options = PRESETS[preset]
-    model = plan.on_meta(plan.config_of("Qwen/Qwen3-4B"), torch.bfloat16, 16, options["gradient_checkpointing"])
-    weights, unpacked = plan.weight_bytes(model, options["bits"])
+    model = memory.on_meta(plan.config_of("Qwen/Qwen3-4B"), torch.bfloat16, 16, options["gradient_checkpointing"])
+    weights, unpacked = memory.weight_bytes(model, options["bits"])
     fixed = weights + unpacked + 16 * sum(p.numel() for p in model.parameters() if p.requires_grad)
     room = (float(preset.removesuffix("gb")) - plan.CONTEXT) * (1 - plan.SHARE) * plan.GIB
-    learning = plan.deep(plan.learn, model, options["micro_batch_tokens"], options["max_context"])
-    rolling = sum(plan.deep(plan.roll, model, options["num_envs"], options["max_context"]))
+    learning = memory.deep(memory.learn, model, options["micro_batch_tokens"], options["max_context"])
+    rolling = sum(memory.deep(memory.roll, model, options["num_envs"], options["max_context"]))
     assert 0.7 * room < fixed + max(learning, rolling) and fixed + learning <= room and fixed + rolling <= room
 
 
