@@ -92,3 +92,10 @@ def test_the_oldest_versions_are_those_that_the_bounds_allow():
                                                   if "-r requirements.txt torch==" in line)))
     assert len(pins) == 5 and {name: bounds[name] for name in pins} == {
         name: pin.removesuffix(".0") for name, pin in pins.items()}
+
+
+def test_the_lines_of_the_file_table():
+    rows = re.findall(r"^\| `(\w+\.py)` \|.*\| (\d+) \|", (ROOT / "README.md").read_text(), re.MULTILINE)
+    assert len(rows) >= 7
+    for file, lines in rows:
+        assert len((ROOT / file).read_text().splitlines()) == pytest.approx(int(lines), rel=0.1), file
