@@ -132,7 +132,7 @@ def append(path, row: dict):
 def read(path) -> list[dict]:
     if not Path(path).exists():
         return []
-    rows, lines = [], Path(path).read_text().splitlines()
+    rows, lines = [], Path(path).read_bytes().splitlines()
     for number, line in enumerate(lines, 1):
         try:
             rows.append(json.loads(line))

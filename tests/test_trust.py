@@ -300,6 +300,16 @@ def test_a_full_disk_is_one_line_and_the_checkpoint_before_stays(tmp_path):
     assert len(read(folder / "metrics.jsonl")) == 6
 
 
+@pytest.mark.parametrize("broken", [b'{"a": "\xff"}', b'{"a": ', b"\x00\x00"])
+def test_a_broken_line_of_a_log_is_left_out_at_the_end_and_named_elsewhere(tmp_path, broken):
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"step": 1}\n' + broken)
+    assert read(path) == [{"step": 1}]
+    path.write_bytes(b'{"step": 1}\n' + broken + b'\n{"step": 2}\n')
+    with pytest.raises(BadInput, match="line 2, is not JSON"):
+        read(path)
+
+
 def test_a_clock_that_jumps_changes_nothing(tmp_path, monkeypatch):
     grpo.main([*TRAIN, "--out", str(tmp_path / "one")])
     hours = iter([n * (-1) ** n * 3600.0 for n in range(10**6)])
