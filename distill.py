@@ -22,7 +22,7 @@ pi_theta starts at pi_k, sees no state, and is committed only if its state-free 
 Test tasks are played once, for the report at the end.
 
 What the paper leaves open, and what is ours (docs/distill.md has the whole list):
-1. While S_k is empty, playing with it is playing without: r- is r0, and no label is 11 or 10.
+1. While S_k is empty, playing with it is playing without: r- is r0, and no label of Eq. 3 is 11 or 10.
 2. The teacher is Eq. 5's, the frozen policy itself with S_k+1. `--teacher` takes another; w is the policy's own always.
 3. y are the episodes played with S_k+1; with `--on-policy`, fresh state-free ones, drawn once a round from pi_k.
 4. R is the mean return of `--outcomes-per-condition` episodes.
@@ -210,14 +210,17 @@ def train_policy(loop, k, number, taught):
     optimizer = make_optimizer(model, config.lr, config.optimizer)
     loss, clip, sequence_ratio, collect = rl_term(config)
     deck, rng = [], random.Random(f"distill {config.seed} {k}")
+    budget, steps, skipped = config.micro_batch_tokens, 0, 0
 
     def distilled(_):  # lambda L_distill for one optimizer step; every item once before any comes again
+        nonlocal budget
         size = min(config.distill_batch, len(items))
         while len(deck) < size:
             deck.extend(rng.sample(items, len(items)))
         hand = [deck.pop(0) for _ in range(size)]
-        return distill(model, hand, loop.chat.pad_id, weight=config.distill_weight, temperature=config.temperature,
-                       micro_batch_tokens=config.micro_batch_tokens)
+        value, budget = distill(model, hand, loop.chat.pad_id, weight=config.distill_weight, temperature=config.temperature,
+                                micro_batch_tokens=budget)
+        return value
 
     for step in tqdm(range((k - 1) * config.steps + 1, k * config.steps + 1), desc=f"round {k}", disable=None, leave=False):
         requests_of, played = group_requests(config, step, loop.tasks["train"]), []
@@ -234,17 +237,21 @@ def train_policy(loop, k, number, taught):
             advantages_N = group_advantages(rewards_N, torch.tensor([t.group for t in batch]))
             stats = update(model, optimizer, batch, advantages_N, loss, pad_id=loop.chat.pad_id, clip=clip, seed=step,
                            temperature=config.temperature, minibatches=config.minibatches,
-                           micro_batch_tokens=config.micro_batch_tokens, sequence_ratio=sequence_ratio,
+                           micro_batch_tokens=budget, sequence_ratio=sequence_ratio,
                            max_grad_norm=config.max_grad_norm, gradient_checkpointing=config.gradient_checkpointing,
                            importance_cap=config.importance_cap, more=distilled if items else None)  # Eq. 9
         except FloatingPointError as error:
             raise diverged(step, error) from error
+        budget, steps = min(budget, stats["micro_batch_tokens"]), steps + stats["optimizer_steps"]
+        skipped = skipped + 1 if stats["skipped_steps"] == config.minibatches else 0
+        if skipped == 5:
+            raise diverged(step, "the gradient was not finite in five steps in a row")
         loop.log(k, played, episodes="rl", optimizer_step=step, **stats)
     after = loop.success("valid", k, "")["success"]
     accepted = after > before if config.policy_gate == "rise" else after >= before
     if accepted:
         loop.save_policy(k)
-    return {"policy_accepted": accepted, "optimizer_steps": config.steps * config.minibatches,
+    return {"policy_accepted": accepted, "optimizer_steps": steps,
             "reason": f"state-free validation success {after:.3f}, before {before:.3f}"}
 
 
@@ -273,7 +280,8 @@ ARMS = {"mode": ("full", "state-only", "policy-only"), "select": ("both", "new",
         "token_weights": ("jsd", "uniform"), "label": ("gain", "success"), "rl_loss": ("grpo", "dapo", "gspo"),
         "state_place": ("prompt", "observation"), "policy_gate": ("keep", "rise"), "editor": ("count", "model"),
         "teacher_bits": (0, 4, 16, 32),
-        "enrich": ("none",), "tensorboard": (False,)}
+        "enrich": ("none",), "tensorboard": (False,), "enrich_positive_only": (False,), "enrich_train_context": ("as-sampled",),
+        "eval_every": (10,), "save_every": (10,)}  # the last six: of train.py alone
 
 
 def check(config):

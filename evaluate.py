@@ -87,6 +87,7 @@ def table(env_name: str, rows, split: str = "test") -> str:
 def main(argv=None):
     from dataclasses import dataclass, fields
 
+    from envs import BadInput
     from train import Config, option, parse
 
     @dataclass
@@ -100,7 +101,11 @@ def main(argv=None):
     run = argv.pop(0) if argv and not argv[0].startswith("-") else None
     defaults = []
     if run:  # the run's own options first, then what the command line says
-        defaults = options_of(run, {f.name for f in fields(Config)} - {"temperature", "resume", "overwrite", "out"})
+        defaults = options_of(run, {f.name for f in fields(Config)} - {"temperature", "resume", "overwrite", "out", "preset"})
+        if any(word.startswith("--adapter") for word in argv):
+            raise BadInput(f"{run} has its own adapter: leave out --adapter, or the run")
+    if any(word.startswith("--eval-temperature") for word in argv):
+        raise BadInput("here it is --temperature")
     config = parse(EvaluateConfig, defaults + argv, description="Success on fixed tasks of the standard environment.")
     evaluate_config(config, run)
 
@@ -113,7 +118,7 @@ def options_of(run, names) -> list[str]:
 
     if "algorithm" not in about(run) or not (Path(run) / "adapter").exists():
         raise BadInput(f"{run} is no finished run (no config.json or no adapter/); for a bare model pass --model")
-    words = []
+    words = ["--temperature", str(about(run).get("eval_temperature", 0.0))]
     for name, value in about(run).items():
         if name in names and value not in ("", []):
             words += [f"--{name}", *(map(str, value) if isinstance(value, list) else [str(value)])]

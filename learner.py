@@ -40,8 +40,8 @@ def in_micro_batches(pairs, budget, work):
             pairs = pairs[size:]
             continue
         if size == 1:
-            raise BadInput(f"out of memory on one row of {width} tokens: pass --gradient-checkpointing or --bits 4, or lower "
-                           f"--max-context (python model.py --plan says what fits)")
+            raise BadInput(f"out of memory on one row of {width} tokens: pass --gradient-checkpointing (a run goes on with it "
+                           f"and --resume), or start with --bits 4 or a lower --max-context (python model.py --plan says what fits)")
         budget = size // 2 * width
         print(f"out of memory on {size} rows of {width} tokens; from here on --micro-batch-tokens {budget}", file=sys.stderr)
         gc.collect()
@@ -181,7 +181,8 @@ def update(model, optimizer, batch, advantages_N, loss, *, pad_id, temperature=1
     stats = {"learn_tokens": totals.get("tokens", 0), "loss": totals.get("loss", 0.0), "grad_norm": sum(norms) / max(len(norms), 1),
              "entropy": totals.get("entropy", 0.0) / tokens, "approx_kl": totals.get("approx_kl", 0.0) / tokens,
              "clip_fraction": totals.get("clipped", 0) / units, "ratio_max": totals.get("ratio_max", 1.0),
-             "micro_batch_tokens": micro_batch_tokens, "skipped_steps": totals.get("skipped_steps", 0)}
+             "micro_batch_tokens": micro_batch_tokens, "skipped_steps": totals.get("skipped_steps", 0),
+             "optimizer_steps": len(norms)}
     if totals.get("known"):
         stats |= {"sampler_gap": totals["sampler_gap"] / totals["known"], "sampler_gap_max": totals["sampler_gap_max"]}
     if more:

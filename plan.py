@@ -50,7 +50,7 @@ def config_of(name):
 def largest(bytes_of, room, most, unit=1):
     """The largest multiple of `unit` up to `most` whose bytes fit into `room`, bytes being nearly linear; 0 if none does."""
     one, two = bytes_of(unit), bytes_of(2 * unit)
-    n = min(most // unit, int((room - one) / max(1, two - one)) + 1)
+    n = min(max(most // unit, 1), int((room - one) / max(1, two - one)) + 1)
     while n > 0 and bytes_of(n * unit) > room:
         n = min(n - 1, int(0.95 * n))
     return max(n, 0) * unit

@@ -17,20 +17,21 @@ import shutil
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 
 import distill
 from envs import BadInput, make_env, parse_options
 from evaluate import evaluate, fixed_tasks, table
 from model import load_model
 from rollout import Chat, Request, refuse_if_nothing_fits, rollout
-from runs import append, episode_metrics, read, record, replace, run_folder, same_options, write_config
+from runs import append, cut, episode_metrics, read, record, replace, run_folder, same_options, write_config
 from sampling import sampler
 from state import StateEnv, count_edits, entries, model_edits, read_state
 from teacher import check_tokenizer
 from train import load_policy, tasks_of
 from warmstart import warm_up
 
-FREE = {"rounds", "out", "resume", "overwrite", "micro_batch_tokens", "num_envs", "step_timeout",
+FREE = {"rounds", "out", "resume", "overwrite", "lr", "micro_batch_tokens", "gradient_checkpointing", "num_envs", "step_timeout",
         "preset", "log_tokens"}  # options a resumed run may change
 PHASES = ("start", "state", "teacher", "policy", "round", "report")  # their order in a round
 
@@ -40,9 +41,7 @@ def resume(folder, config, algorithm) -> int:
     same_options(folder, config, algorithm, FREE)
     finished = {path.stem for path in (folder / "phases").glob("*.json")}
     for name in ("metrics.jsonl", "rollouts.jsonl", "tokens.jsonl"):
-        keep = [row for row in read(folder / name) if row["phase"] in finished]
-        if (folder / name).exists():
-            replace(folder / name, "".join(json.dumps(row) + "\n" for row in keep))
+        cut(folder / name, lambda row: row["phase"] in finished)
     return len(finished)
 
 
@@ -82,6 +81,8 @@ class Loop:
     def log(self, round_, played, **more):
         """A line of metrics.jsonl, and the episodes into rollouts.jsonl."""
         found = episode_metrics(played, self.config.group) if played else {}
+        if more["episodes"] != "rl":  # no groups there
+            found = {name: value for name, value in found.items() if name not in ("dead_group_fraction", "groups_sampled")}
         append(self.folder / "metrics.jsonl", {"step": round_, "phase": self.now, **found, **more})
         for t in played:
             append(self.folder / "rollouts.jsonl", {"phase": self.now, "episodes": more["episodes"], **record(round_, t)})
@@ -146,7 +147,7 @@ class Loop:
         free()
         try:
             model, tokenizer = load_model(name, self.config.teacher_bits or self.config.bits)
-        except (OSError, ValueError, ImportError, RuntimeError) as error:
+        except (OSError, ValueError, ImportError, RuntimeError, SafetensorError) as error:
             raise BadInput(f"cannot load the model {name!r}: {str(error).strip().splitlines()[0]}") from error
         found = work(model, Chat(tokenizer, self.config.thinking, model.generation_config.eos_token_id))
         del model

@@ -47,7 +47,8 @@ def run_folder(config, algorithm, resuming=None):
 
 
 FREE = {"steps", "out", "resume", "overwrite", "lr", "save_every", "eval_every", "eval_episodes", "eval_temperature",
-        "micro_batch_tokens", "tensorboard", "step_timeout", "preset", "log_tokens"}  # options that a resumed run may change
+        "micro_batch_tokens", "gradient_checkpointing", "num_envs", "tensorboard", "step_timeout", "preset",
+        "log_tokens"}  # options that a resumed run may change; with another num_envs it draws other samples
 
 
 def open_folder(config, algorithm, resuming=None) -> tuple[Path, int]:
@@ -66,7 +67,10 @@ def open_folder(config, algorithm, resuming=None) -> tuple[Path, int]:
         before = folder.with_name(folder.name + ".before")
         shutil.rmtree(before, ignore_errors=True)
         folder.rename(before)
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise BadInput(f"cannot make the folder {folder} ({error.strerror}): choose another --out") from error
     return folder, 1
 
 
@@ -75,13 +79,13 @@ def resume(folder, config, algorithm) -> int:
     the checkpoint."""
     same_options(folder, config, algorithm, FREE)
     step = checkpoint_step(folder)
+    if step > config.steps:
+        raise BadInput(f"the checkpoint in {folder} is of step {step}, after --steps {config.steps}: pass --steps {step} or more")
     done = [row["step"] for row in read(folder / "evaluations.jsonl") if row["split"] == "test"]
     if step >= config.steps and config.steps in done:
         raise BadInput(f"the run in {folder} has done its {step} steps; to go on, raise --steps")
     for name in ("metrics.jsonl", "rollouts.jsonl", "evaluations.jsonl", "tokens.jsonl"):
-        keep = [row for row in read(folder / name) if 0 < step >= row["step"]]
-        if (folder / name).exists():
-            replace(folder / name, "".join(json.dumps(row) + "\n" for row in keep))
+        cut(folder / name, lambda row: 0 < step >= row["step"])
     return step
 
 
@@ -129,17 +133,31 @@ def append(path, row: dict):
         file.write(json.dumps(row) + "\n")
 
 
-def read(path) -> list[dict]:
+def each(path):
+    """The rows of a file of JSON lines, one at a time."""
     if not Path(path).exists():
-        return []
-    rows, lines = [], Path(path).read_bytes().splitlines()
-    for number, line in enumerate(lines, 1):
-        try:
-            rows.append(json.loads(line))
-        except ValueError as error:
-            if number < len(lines):  # only the last line can be one that a stop cut in half
+        return
+    with open(path, "rb") as file:
+        for number, line in enumerate(file, 1):
+            try:
+                row = json.loads(line)
+            except ValueError as error:
+                if next(file, None) is None:  # only the last line can be one that a stop cut in half
+                    return
                 raise BadInput(f"{path}, line {number}, is not JSON: {error}") from error
-    return rows
+            yield row
+
+
+def read(path) -> list[dict]:
+    return list(each(path))
+
+
+def cut(path, keep):
+    """Leave only the rows with keep(row) in a file, if there is one."""
+    if path.exists():
+        with open(f"{path}.new", "w") as file:
+            file.writelines(json.dumps(row) + "\n" for row in each(path) if keep(row))
+        os.replace(f"{path}.new", path)
 
 
 def replace(path, text: str):
@@ -281,10 +299,10 @@ def speed(played, learn_tokens, rollout_seconds, learn_seconds) -> dict:
             "learn_tokens_per_second": learn_tokens / learn_seconds, "peak_memory_bytes": peak_memory()}
 
 
-def tensorboard(folder):
+def tensorboard(folder, first_step):
     from torch.utils.tensorboard import SummaryWriter
 
-    return SummaryWriter(folder)
+    return SummaryWriter(folder, purge_step=first_step)  # of a run that is resumed, what came after its checkpoint is hidden
 
 
 def peak_memory() -> int:

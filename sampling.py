@@ -128,8 +128,10 @@ def sampler(model, chat, *, temperature: float = 1.0, max_new_tokens: int = 32, 
 
     def generate(prompts):
         """Action ids, and Kept for the next turn."""
+        nonlocal kept
         past, found = kept, [kept.find(p) for p in prompts] if kept else []
         if not any(row is not None for row in found):
+            kept = None  # of no use any more, and as large as the one to come
             past = encode_once(prompts) if keep_cache else None
             found = [past.find(p) for p in prompts] if past else [None] * len(prompts)
         cache, real_NP = DynamicCache(config=causal.config), tensor([[]] * len(prompts)).long()

@@ -163,10 +163,11 @@ def save(items, path):
 
 
 def distill(student, items, pad_id, *, weight=1.0, temperature=1.0, micro_batch_tokens=8192):
-    """Add the gradient of weight * Eq. 8 over these items, under one denominator; returns Eq. 8's value."""
+    """Add the gradient of weight * Eq. 8 over these items, under one denominator; returns (Eq. 8's value, the tokens of a
+    micro-batch, which are fewer where memory ran out)."""
     total = sum(item["weights"].sum().item() for item in items)
     if not total:
-        return 0.0
+        return 0.0, micro_batch_tokens
     parts = {}  # (item, row) -> its tokens' weights, teacher ids and log-probs
     for i, item in enumerate(items):
         sizes = [sum(mask) for _, mask in item["rows"]]
@@ -190,8 +191,8 @@ def distill(student, items, pad_id, *, weight=1.0, temperature=1.0, micro_batch_
         add_gradient(weight * share, trainable)
         values.append(share.item())
 
-    in_micro_batches(rows, micro_batch_tokens, work)
-    return sum(values)
+    micro_batch_tokens = in_micro_batches(rows, micro_batch_tokens, work)
+    return sum(values), micro_batch_tokens
 
 
 def check_tokenizer(name, tokenizer):

@@ -72,7 +72,7 @@ def train(config, algorithm, loss, advantages, *, clip, use_reference=False, seq
         act = sampler(model, chat, temperature=config.temperature, max_new_tokens=config.max_new_tokens)
         test_act = sampler(model, chat, temperature=config.eval_temperature, max_new_tokens=config.max_new_tokens)
 
-        board = tensorboard(folder) if config.tensorboard else None
+        board = tensorboard(folder, first_step) if config.tensorboard else None
 
         def test(step, split, policy="trained"):
             torch.manual_seed(config.seed)
@@ -89,7 +89,7 @@ def train(config, algorithm, loss, advantages, *, clip, use_reference=False, seq
         optimizer = make_optimizer(model, config.lr, config.optimizer)
         if not fresh:
             optimizer.load_state_dict(torch.load(folder / "checkpoint" / "optimizer.pt", weights_only=True,
-                                                 map_location=model.device))
+                                                 map_location="cpu"))  # where AdamW keeps its count of steps
             for group in optimizer.param_groups:  # the saved state holds the old one
                 group["lr"] = config.lr
         success = test(0, "valid")["success"] if config.eval_every and fresh else None
@@ -152,9 +152,10 @@ def train(config, algorithm, loss, advantages, *, clip, use_reference=False, seq
                            [(row.ids, row.mask) for row in context[n].rows], log_ratio=ratios_T)
             if config.eval_every and step % config.eval_every == 0:
                 success = test(step, "valid")["success"]
-            if step % config.save_every == 0 or step == config.steps or stopping():
+            stop = stopping()
+            if step % config.save_every == 0 or step == config.steps or stop:
                 save_checkpoint(folder, model, optimizer, step)
-            if stopping():
+            if stop:
                 raise KeyboardInterrupt(f"stopped after step {step}, which is saved: the same command with --resume goes on")
             if not sys.stderr.isatty():  # no bar there
                 print(f"step {step}/{config.steps} reward {metrics['reward']:.3f} success {success}", flush=True)
@@ -223,6 +224,7 @@ def load_policy(config, options, checkpoint=None):
     """(model with its adapter, Chat). What cannot be loaded is one line."""
     from model import adapter_base, add_lora, in_input_dtype, load_adapter, load_model
     from rollout import Chat
+    from safetensors import SafetensorError
 
     name, folder = config.model, checkpoint or config.adapter
     trained_on = adapter_base(folder) if folder else None
@@ -236,8 +238,9 @@ def load_policy(config, options, checkpoint=None):
         model = load_adapter(base, folder) if folder else add_lora(base, config.lora_rank, seed=config.seed)
         if checkpoint and os.path.isdir(os.path.join(checkpoint, "reference")):
             model.load_adapter(os.path.join(checkpoint, "reference"), "reference")
+            model.set_adapter("default")  # PEFT 0.20 leaves it without gradients
             in_input_dtype(model)
-    except (OSError, ValueError, ImportError, RuntimeError, pickle.UnpicklingError) as error:
+    except (OSError, ValueError, ImportError, RuntimeError, SafetensorError, pickle.UnpicklingError) as error:
         raise BadInput(f"cannot load the model {config.model!r}: {str(error).strip().splitlines()[0]}") from error
     if config.gradient_checkpointing:
         base.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -256,7 +259,14 @@ def cli(main):
     except KeyboardInterrupt as stop:
         print(stop or "stopped: the same command with --resume goes on from what was saved last", file=sys.stderr)
         sys.exit(130)
+    except FloatingPointError as error:
+        print(f"error: {error}; lower --lr, and --resume if a checkpoint was saved before", file=sys.stderr)
+        sys.exit(2)
     except (OSError, RuntimeError) as error:  # RuntimeError: what torch's writer says of a full disk
+        if type(error).__name__ == "OutOfMemoryError":
+            print("error: out of memory: lower --num-envs or --max-context (python model.py --plan says what fits), then "
+                  "--resume if a checkpoint was saved before", file=sys.stderr)
+            sys.exit(2)
         if not any(words in str(error) for words in ("No space left", "Disk quota", "File too large")):
             raise
         print(f"error: the disk is full ({str(error).splitlines()[0]}): make room, then --resume", file=sys.stderr)

@@ -546,6 +546,7 @@ def test_a_full_disk_while_the_teacher_is_stored_keeps_the_last_pair(helpful, tm
 @pytest.mark.parametrize("argv, said", [
     (["--select", "best"], "--select must be both, new"), (["--rounds", "0"], "--rounds must be at least 1"),
     (["--alpha", "-1"], "--alpha must be 0 or above"), (["--enrich", "hybrid"], "--enrich must be none in distill.py"),
+    (["--eval-every", "5"], "--eval-every must be 10 in distill.py"), (["--enrich-positive-only"], "--enrich-positive-only"),
     (["--temperature", "0"], "--temperature above 0"), (["--teacher-bits", "3"], "--teacher-bits must be 0, 4, 16, 32"),
     (["--rl-weight", "0", "--teacher", "none"], "nothing would be trained"),
     (["--state", "nothing.md"], "the state nothing.md cannot be read"),

@@ -115,6 +115,10 @@ def tiny_config(monkeypatch):
     monkeypatch.setattr(plan, "config_of", lambda name: TINY)
 
 
+def test_a_context_above_the_usual_tokens_of_a_micro_batch():
+    assert plan.largest(lambda n: n, 10 ** 6, 65_536, 131_072) == 131_072
+
+
 @pytest.mark.parametrize("bits", [None, 4, 16, 32])
 def test_a_plan_fits_and_is_the_largest(tiny_config, bits):
     found = plan.plan("tiny", 1.5, bits=bits, max_context=1024)

@@ -1,4 +1,6 @@
 """sampling.py: a kept cache changes nothing but the work. (What is sampled at all: tests/test_rollout.py.)"""
+import weakref
+
 import pytest
 import torch
 from conftest import shake, tiny_qwen3
@@ -144,6 +146,21 @@ def test_nothing_is_kept_from_one_rollout_to_the_next(policy, word_chat):
     shake(policy, scale=0.5)
     act([])
     assert act([longer]) == sampler(policy, word_chat, temperature=0, max_new_tokens=4)([longer])
+
+
+def test_a_cache_that_no_prompt_goes_on_from_is_let_go_first(base, word_chat, monkeypatch):
+    caches, most, real = weakref.WeakSet(), [0], sampling.Kept.__init__
+
+    def made(self, cache, *rest):
+        real(self, cache, *rest)
+        caches.add(self)
+        most[0] = max(most[0], len(caches))
+
+    monkeypatch.setattr(sampling.Kept, "__init__", made)
+    act = sampler(base, word_chat, max_new_tokens=2)
+    for word in ("red", "green", "blue"):
+        act([word_chat.prompt([("user", f"open the {word} door")])])
+    assert most == [1]
 
 
 def test_rollout_says_when_no_episode_goes_on(base, word_chat):

@@ -111,8 +111,8 @@ def test_what_is_distilled_is_eq_8(policy, episodes, word_chat, monkeypatch):
     for budget, chunk in ((8192, 256), (1, 256), (8192, 2)):
         monkeypatch.setattr(teacher, "CHUNK", chunk)
         policy.zero_grad()
-        value = teacher.distill(policy, items, word_chat.pad_id, weight=0.5, micro_batch_tokens=budget)
-        assert value == pytest.approx(top / bottom, rel=1e-4)
+        value, left = teacher.distill(policy, items, word_chat.pad_id, weight=0.5, micro_batch_tokens=budget)
+        assert left == budget and value == pytest.approx(top / bottom, rel=1e-4)
         gradients.append(torch.cat([p.grad.flatten() for p in policy.parameters() if p.requires_grad]))
     assert gradients[0].abs().max() > 0
     assert all(torch.allclose(gradients[0], g, atol=1e-6 * gradients[0].abs().max().item() + 1e-7) for g in gradients[1:])
@@ -122,10 +122,27 @@ def test_what_is_distilled_is_eq_8(policy, episodes, word_chat, monkeypatch):
     assert torch.allclose(whole, 2 * gradients[0], rtol=1e-3, atol=1e-7)
 
 
+def test_a_budget_that_was_too_much_is_not_tried_again(policy, episodes, word_chat, monkeypatch):
+    items, real, sizes = taught(policy, episodes, word_chat), teacher.hidden, []
+
+    def small_card(model, rows, pad_id):
+        sizes.append(len(rows))
+        if len(rows) > 1:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return real(model, rows, pad_id)
+
+    value, _ = teacher.distill(policy, items, word_chat.pad_id)
+    monkeypatch.setattr(teacher, "hidden", small_card)
+    halved, left = teacher.distill(policy, items, word_chat.pad_id)
+    assert max(sizes) > 1 and left < 1024 and halved == pytest.approx(value, rel=1e-5)
+    sizes.clear()
+    assert teacher.distill(policy, items, word_chat.pad_id, micro_batch_tokens=left)[1] == left and max(sizes) == 1
+
+
 def test_the_teacher_is_the_branch_with_the_state_and_without_it_teaches_nothing(policy, episodes, word_chat):
-    assert teacher.distill(policy, taught(policy, episodes, word_chat), word_chat.pad_id) > 1e-3
+    assert teacher.distill(policy, taught(policy, episodes, word_chat), word_chat.pad_id)[0] > 1e-3
     blind = taught(policy, episodes, word_chat, sees_state=False)
-    assert teacher.distill(policy, blind, word_chat.pad_id) == pytest.approx(0, abs=1e-6)
+    assert teacher.distill(policy, blind, word_chat.pad_id)[0] == pytest.approx(0, abs=1e-6)
 
 
 def test_the_state_free_student_becomes_the_state_conditioned_teacher(policy, episodes, word_chat):
@@ -134,7 +151,7 @@ def test_the_state_free_student_becomes_the_state_conditioned_teacher(policy, ep
     values = []
     for _ in range(40):
         optimizer.zero_grad()
-        values.append(teacher.distill(policy, items, word_chat.pad_id))
+        values.append(teacher.distill(policy, items, word_chat.pad_id)[0])
         optimizer.step()
     assert values[-1] < 0.1 * values[0]
 
@@ -153,7 +170,7 @@ def test_top_k_below_the_whole_vocabulary_is_never_above_it(policy, episodes, wo
     for k in (1, 4, 16, 10_000, 0):
         items = taught(policy, episodes, word_chat, top_k=k)
         shake(policy, scale=0.05, seed=3)
-        values.append(teacher.distill(policy, items, word_chat.pad_id))
+        values.append(teacher.distill(policy, items, word_chat.pad_id)[0])
         shake(policy, scale=-0.05, seed=3)
         assert items[0]["logp"].shape[1] == {1: 2, 4: 5, 16: 17}.get(k, len(word_chat.tokenizer))
     assert values[0] < values[1] < values[2] <= values[4] * (1 + 1e-5) and values[3] == pytest.approx(values[4], rel=1e-4)
@@ -173,7 +190,7 @@ def test_a_teacher_with_a_wider_output_is_cut_to_the_students(policy, episodes, 
     vocabulary = len(word_chat.tokenizer)
     teacher.consult(wide, items, word_chat.pad_id, width=vocabulary)
     assert items[0]["logp"].shape[1] == vocabulary and items[0]["logp"].exp().sum(1).allclose(torch.ones(episodes[0].length))
-    assert teacher.distill(policy, items, word_chat.pad_id) > 0
+    assert teacher.distill(policy, items, word_chat.pad_id)[0] > 0
 
 
 @pytest.fixture(scope="module")

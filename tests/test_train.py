@@ -17,8 +17,11 @@ import evaluate
 import grpo
 import gspo
 import train
+import warmstart
 from envs import BadInput, Env
+from envs.keydoor import KeyDoor
 from runs import read
+from tiny import SHIPPED
 
 ROOT = Path(__file__).parent.parent
 SMALL = ["--steps", "2", "--tasks-per-step", "3", "--group", "4", "--eval-episodes", "12", "--eval-every", "2",
@@ -112,6 +115,19 @@ def test_warm_start_on_gold_paths_teaches_the_way(tmp_path):
     grpo.main([*SMALL, "--out", str(tmp_path / "run"), "--steps", "1", "--warm-start", "gold", "--warm-start-steps", "60",
                "--warm-start-lr", "2e-3"])
     assert read(tmp_path / "run" / "evaluations.jsonl")[0]["success"] >= 0.5  # step 0 on valid tasks
+
+
+class Short(KeyDoor):
+    """Its known solution ends before the game does, as some of ScienceWorld's do."""
+    def gold_action(self):
+        self.asked = getattr(self, "asked", 0) + 1
+        return super().gold_action() if self.asked % 2 else None
+
+
+def test_a_known_solution_that_ends_early_ends_its_episode(word_chat):
+    tasks = Short.tasks("train", stages=2)[:3]
+    played = warmstart.play(lambda: Short(stages=2), word_chat, tasks, "gold", seed=0, max_turns=5)
+    assert [len(t.turns) for t in played] == [1] * 3 and all(t.end != "env_error" for t in played)
 
 
 def test_no_steps_is_the_warm_start_alone(tmp_path):
@@ -376,6 +392,48 @@ def test_overwrite_starts_again(tmp_path):
     for _ in range(2):
         grpo.main([*SMALL, "--steps", "1", "--out", str(tmp_path / "run"), "--overwrite"])
     assert len(read(tmp_path / "run" / "metrics.jsonl")) == 1
+
+
+def test_evaluate_takes_the_temperature_and_adapter_of_the_run(tmp_path, monkeypatch):
+    folder = tmp_path / "run"
+    grpo.main([*SMALL, "--steps", "1", "--out", str(folder), "--eval-temperature", "0.7"])
+    seen = []
+    monkeypatch.setattr(evaluate, "evaluate_config", lambda config, run: seen.append(config.temperature))
+    evaluate.main([str(folder)])
+    evaluate.main([str(folder), "--temperature", "0"])
+    assert seen == [0.7, 0.0]
+    for argv, word in ((["--adapter", "x"], "own adapter"), (["--eval-temperature", "1"], "--temperature")):
+        with pytest.raises(BadInput, match=word):
+            evaluate.main([str(folder), *argv])
+
+
+def test_a_run_is_not_resumed_to_a_step_before_its_checkpoint(run, tmp_path):
+    shutil.copytree(run, tmp_path / "run")
+    last = read(run / "metrics.jsonl")[-1]["step"]
+    (tmp_path / "run" / "evaluations.jsonl").unlink()
+    with pytest.raises(BadInput, match=f"pass --steps {last} or more"):
+        grpo.main([*SMALL, "--out", str(tmp_path / "run"), "--resume", "--steps", str(last - 1)])
+
+
+def test_weights_that_are_no_weights_are_one_line(tmp_path):
+    shutil.copytree(SHIPPED, tmp_path / "model")
+    (tmp_path / "model" / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n")
+    with pytest.raises(BadInput, match="cannot load the model"):
+        grpo.main([*SMALL, "--model", str(tmp_path / "model"), "--out", str(tmp_path / "run")])
+    (tmp_path / "file").write_text("")
+    with pytest.raises(BadInput, match="another --out"):
+        grpo.main([*SMALL, "--out", str(tmp_path / "file" / "run")])
+
+
+@pytest.mark.parametrize("error, words", [(torch.OutOfMemoryError("CUDA out of memory"), "lower --num-envs"),
+                                          (FloatingPointError("probabilities are not finite"), "lower --lr")])
+def test_out_of_memory_and_lost_numbers_outside_of_the_learner_are_one_line(error, words, capsys):
+    def main():
+        raise error
+
+    with pytest.raises(SystemExit) as stop:
+        train.cli(main)
+    assert stop.value.code == 2 and words in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("argv, word", [
