@@ -18,6 +18,9 @@ Phase II, policy: each training instance is played without a state, with S_k and
     L_distill = sum a w KL(pi_theta(.| x, y<t) || p+) / sum a w                                            (Eq. 8)
     L  = L_RL(state-free) + lambda L_distill                                                               (Eq. 9)
 
+In the code `loop` (rounds.py) plays, loads and logs; k is the round, `number` the last round whose policy was committed, so
+pi_k is the adapter of policies/<number>/.
+
 pi_theta starts at pi_k, sees no state, and is committed only if its state-free success on validation tasks does not fall.
 Test tasks are played once, for the report at the end.
 
@@ -340,7 +343,7 @@ def main(argv=None):
         token_weights: str = option("jsd", "jsd (Eqs. 6 and 7) or uniform")
         on_policy: bool = option(False, "distill on fresh state-free episodes instead of those played with S_k+1")
         teacher: str = option("self", "self (Eq. 5), none (the RL term alone), or a model on the hub or a folder")
-        teacher_state: bool = option(True, "the teacher sees S_k+1")
+        teacher_state: bool = option(True, "the teacher sees S_k+1 (--no_teacher_state: it does not)")
         teacher_bits: int = option(0, "weights of another teacher or editor: 4, 16, 32 (0: as --bits)")
         top_k: int = option(0, "store K tokens, the policy's and teacher's likeliest, and one bucket of others (0: all)")
         distill_weight: float = option(1.0, "lambda of Eq. 9")

@@ -71,14 +71,14 @@ def evaluate(act, chat, envs, tasks, *, samples: int = 1, **limits) -> dict:
 
 
 def table(env_name: str, rows, split: str = "test") -> str:
-    """Text for the terminal: [(name, result of evaluate), ...]. Valid is the share of actions that were."""
-    rows = list(rows)
-    width = max(36, *(len(name) for name, _ in rows))
-    lines = [f"{f'{split} tasks, standard {env_name}':<{width}}  success  95 % interval    score  valid  episodes"]
+    """Text for the terminal: [(name, result of evaluate), ...]. Valid acts is the share of actions that were valid."""
+    rows, title = list(rows), f"{split} tasks, standard {env_name}"
+    width = max(36, len(title), *(len(name) for name, _ in rows))
+    lines = [f"{title:<{width}}  success  95 % interval    score  valid acts  episodes"]
     for name, r in rows:
         low, high = r["interval"]
         lines.append(f"{name:<{width}}  {r['success']:>7.3f}  [{low:.3f}, {high:.3f}]  {r['score']:>7.3f}  "
-                     f"{r['valid_action_fraction']:>5.3f}  {r['episodes']:>8}")
+                     f"{r['valid_action_fraction']:>10.3f}  {r['episodes']:>8}")
         if "pass@k" in r:
             lines.append("    " + "  ".join(f"pass@{k} {share:.3f}" for k, share in r["pass@k"].items()))
     return "\n".join(lines)
@@ -173,7 +173,7 @@ def evaluate_config(config, run):
         scores(config.adapter)
     for env in envs:
         env.close()
-    print(table(config.env, rows, config.split))
+    print(table(" ".join([config.env, *config.env_options]), rows, config.split))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Group Relative Policy Optimization (GRPO): DeepSeekMath, arXiv 2402.03300, Eqs. 3 and 4.
 
-    python grpo.py                      # the built-in game and model, no network, a few minutes on a laptop
+    python grpo.py                      # the built-in game and model, no network, about a minute of one core
     from grpo import group_advantages, grpo_loss    # needs torch alone
 
 G answers to one task are a group. An answer is as good as it stands out in its group:

@@ -8,7 +8,7 @@ Runs whose options differ by the seed alone are one group: mean and standard dev
 all of them have. What a file lacks, or holds broken, is left out, and the page says so.
 
 Texts of a run (tasks, observations, actions, states, options, names) are from outside. They go into the page as JSON in a
-block that no browser executes, with `<` escaped, and report.html puts them on the screen as text nodes alone; the page
+block that no browser executes, with `<` escaped, and report_page.html puts them on the screen as text nodes alone; the page
 allows one script and one style by their hashes, and no request.
 """
 import base64
@@ -25,6 +25,7 @@ from envs import BadInput, plain
 from evaluate import fixed_tasks
 from runs import replace
 
+TEMPLATE = Path(__file__).resolve().with_name("report_page.html")
 FILES = ("metrics.jsonl", "evaluations.jsonl", "rounds.jsonl", "rollouts.jsonl", "tokens.jsonl")
 ALIKE = {"seed", "out", "resume", "overwrite", "save_every", "micro_batch_tokens", "num_envs", "tensorboard", "log_tokens",
          "step_timeout", "preset", "commit", "python", "versions"}  # runs of one group may differ in these
@@ -299,7 +300,7 @@ def page(runs) -> str:
             "runs": [about_run(run, of_run[id(run)]) for run in runs],
             "charts": charts(groups, False) + charts(groups, True),
             "episodes": episodes(runs, lambda string: strings.setdefault(string, len(strings))), "strings": list(strings)}
-    template = Path(__file__).with_name("report.html").read_text()
+    template = TEMPLATE.read_text()
     hashes = {tag: base64.b64encode(hashlib.sha256(re.search(f"<{tag}>(.*?)</{tag}>", template, re.DOTALL)[1].encode())
                                     .digest()).decode() for tag in ("script", "style")}
     policy = "default-src 'none'; base-uri 'none'; form-action 'none'; " + "; ".join(
@@ -325,7 +326,7 @@ def main(argv=None):
     if args.episodes < 0:
         raise BadInput(f"--episodes must be 0 or above, got {args.episodes}")
     out = Path(args.out or Path(args.runs[0] if len(args.runs) == 1 and Path(args.runs[0]).is_dir() else "") / "report.html")
-    if out.suffix != ".html" or not out.parent.is_dir() or out.is_dir():
+    if out.suffix != ".html" or not out.parent.is_dir() or out.is_dir() or out.resolve() == TEMPLATE:
         raise BadInput(f"--out must be a file NAME.html in a folder that exists, got {out}")
     try:
         runs = [load(run, args.episodes // len(args.runs)) for run in args.runs]

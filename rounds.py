@@ -236,7 +236,10 @@ def run(config):
     names = [("before" if row["policy"] == "base" else "after") + (
         ", with the residual state" if row.get("residual") else ", with the state" if row["state"] else "")
         for row in report["evaluations"]]
-    print(f"\n{round_table(read(folder / 'rounds.jsonl'))}\n\n{table(config.env, zip(names, report['evaluations']))}")
+    title = " ".join([config.env, *config.env_options])
+    print(f"\n{round_table(read(folder / 'rounds.jsonl'))}\n"
+          "tasks with a state against without: 01 newly better, 11 still better, 10 no longer, 00 not; before, after: the first and "
+          f"last policy, with the last state\n\n{table(title, zip(names, report['evaluations']))}")
     print(f"{folder}/ holds states/, policies/, adapter/, rounds.jsonl, evaluations.jsonl, rollouts.jsonl, curve.png")
     return folder
 

@@ -18,7 +18,10 @@ import os
 import random
 import re
 import shutil
+import sys
 from pathlib import Path
+
+from envs import BadInput
 
 CHAT_TEMPLATE = ("{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
                  "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
@@ -129,6 +132,8 @@ def tiny(env_name="keydoor", options=None, only=(), seed=0):
     name = re.sub(r"\W+", "-", env_name)
     folder = cache / f"tiny-{name}-{seed}-{hashlib.sha256(made_of.encode()).hexdigest()[:12]}"
     if not (folder / "config.json").exists():
+        print(f"making a small model for {env_name}, minutes of one core, kept in {cache}; an edit of the environment's code makes "
+              "another", file=sys.stderr, flush=True)
         build(folder, env_name, [options or {}], list(only), seed)
     return str(folder)
 
@@ -148,6 +153,9 @@ def build(folder, env_name, plays, only=(), seed=0, max_turns=0):
     envs = [make_env(env_name, options) for options in plays]
     tasks_of = [select_tasks(env_name, "train", only, options) for options in plays]
     slow = "admissible" not in envs[0].reset(task=tasks_of[0][0], seed=0)[1]
+    if slow and not envs[0].admissible_actions():
+        raise BadInput(f"--model tiny learns the format of {env_name} from admissible play: let info['admissible'] or "
+                       "admissible_actions() list the commands that are valid now, or pass another --model")
     episodes, texts = (SLOW["episodes"], SLOW["texts"]) if slow else (RECIPE["episodes"], 300)
     drawn = [rng.choices(tasks, k=episodes // len(plays)) for tasks in tasks_of]
     tokenizer = word_tokenizer([text for env, tasks in zip(envs, drawn) for text in texts_of(env, tasks[:texts], seed)])

@@ -158,7 +158,7 @@ def train(config, algorithm, loss, advantages, *, clip, use_reference=False, seq
             if stop:
                 raise KeyboardInterrupt(f"stopped after step {step}, which is saved: the same command with --resume goes on")
             if not sys.stderr.isatty():  # no bar there
-                print(f"step {step}/{config.steps} reward {metrics['reward']:.3f} success {success}", flush=True)
+                print(f"step {step}/{config.steps} reward {metrics['reward']:.3f} success on valid tasks {success}", flush=True)
             bar.set_postfix(reward=f"{metrics['reward']:.2f}", success="-" if success is None else f"{success:.2f}")
             if board:
                 for name, value in metrics.items():
@@ -176,7 +176,7 @@ def train(config, algorithm, loss, advantages, *, clip, use_reference=False, seq
     for env in envs:
         env.close()
     trained = f"after {config.steps} steps" if config.steps else "after the warm start"
-    print("\n" + table(config.env, [("base model", base), (trained, final)]))
+    print("\n" + table(" ".join([config.env, *config.env_options]), [("base model", base), (trained, final)]))
     print(f"{folder}/ holds {', '.join(sorted(path.name for path in folder.iterdir()))}")
     return folder
 
@@ -250,14 +250,14 @@ def load_policy(config, options, checkpoint=None):
 def cli(main):
     """Run a script's main: what the user can mend is one line on stderr and exit code 2."""
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # says on every start that CPU kernels are not there
-    warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing")  # peft's use of an old name
+    warnings.filterwarnings("ignore", message=".*gradient_checkpointing")  # old names, in peft and here
     try:
         main()
     except BadInput as error:
         print(plain(f"error: {error}"), file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt as stop:
-        print(stop or "stopped: the same command with --resume goes on from what was saved last", file=sys.stderr)
+        print(str(stop) or "stopped: the same command with --resume goes on from what was saved last", file=sys.stderr)
         sys.exit(130)
     except FloatingPointError as error:
         print(f"error: {error}; lower --lr, and --resume if a checkpoint was saved before", file=sys.stderr)

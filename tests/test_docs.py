@@ -99,3 +99,12 @@ def test_the_lines_of_the_file_table():
     assert len(rows) >= 7
     for file, lines in rows:
         assert len((ROOT / file).read_text().splitlines()) == pytest.approx(int(lines), rel=0.1), file
+
+
+def test_the_piece_of_the_readme_runs():
+    text = (ROOT / "README.md").read_text().partition("## A piece in your own project")[2]
+    code = "\n".join(line[4:] for line in text.split("\n\nYour own environment")[0].strip("\n").splitlines())
+    names = {}
+    exec(code, names)
+    names["loss"].backward()
+    assert names["loss"].shape == () and names["logp_BT"].grad.abs().sum() > 0

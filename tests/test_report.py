@@ -392,13 +392,24 @@ def test_hostile_text_stays_data(tmp_path):
     before = sorted(tmp_path.iterdir())
     run = hostile_run(tmp_path / "<img src=x onerror=alert(1)>\x1b[31m", texts)
     page = made(tmp_path, run)
-    assert page.tags == Page((ROOT / "report.html").read_text().replace("@data@", "{}")).tags  # not one tag more
+    assert page.tags == Page((ROOT / "report_page.html").read_text().replace("@data@", "{}")).tags  # not one tag more
     assert "<" not in page.block and sorted(tmp_path.iterdir()) == [*before, *sorted([run, tmp_path / "page.html"])]
     strings = set(map(joined, page.data["strings"]))
     for n in range(0, len(texts), 7):
         for k in (0, 4, 5, 6):
             assert joined(report.text(texts[(n + k) % len(texts)])) in strings
     assert page.data["title"] == run.name and page.data["runs"][0]["rounds"][0]["policy_reason"] == ATTACKS[3]
+
+
+def test_several_runs_reported_beside_the_template_leave_it_alone(tmp_path, monkeypatch):
+    runs, before = [str(make_run(tmp_path / name)) for name in "ab"], report.TEMPLATE.read_bytes()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(report, "TEMPLATE", tmp_path / report.TEMPLATE.name)
+    report.TEMPLATE.write_bytes(before)
+    report.main(runs)
+    assert (tmp_path / "report.html").exists() and report.TEMPLATE.read_bytes() == before
+    with pytest.raises(BadInput, match="--out"):
+        report.main([*runs, "--out", report.TEMPLATE.name])
 
 
 def test_hostile_names_do_not_reach_the_terminal(tmp_path, capsys):
@@ -410,7 +421,7 @@ def test_hostile_names_do_not_reach_the_terminal(tmp_path, capsys):
 
 
 def test_the_template_has_no_way_to_markup_or_network(tmp_path):
-    template = (ROOT / "report.html").read_text("ascii")
+    template = (ROOT / "report_page.html").read_text("ascii")
     for way in ("innerHTML", "outerHTML", "insertAdjacent", "document.write", "srcdoc", "eval(", "Function(", "DOMParser",
         "fetch(", "XMLHttp",
                 "import(", "createContextualFragment", ".src", "href =", "url(", "@import", "<link", "<img", "<iframe",
@@ -434,7 +445,7 @@ def test_colours_can_be_read():
         return sum(w * (p / 12.92 if p <= 0.04045 else ((p + 0.055) / 1.055) ** 2.4) for w, p
             in zip((0.2126, 0.7152, 0.0722), parts))
 
-    themes = re.findall(r":root \{(.*?)\}", (ROOT / "report.html").read_text(), re.DOTALL)
+    themes = re.findall(r":root \{(.*?)\}", (ROOT / "report_page.html").read_text(), re.DOTALL)
     assert len(themes) == 2
     for theme in themes:
         colours = dict(re.findall(r"--([\w-]+): (#[0-9a-f]{6});", theme))

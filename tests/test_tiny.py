@@ -5,6 +5,7 @@ import re
 import pytest
 
 import tiny
+from envs import BadInput
 from envs.keydoor import KeyDoor
 from model import load_model
 from rollout import Chat
@@ -111,3 +112,14 @@ def test_one_action_of_each_verb_is_listed():
     verbs = {action.split()[0] for action in everything}
     assert all(sorted(action.split()[0] for action in actions) == sorted(verbs) for actions in drawn)
     assert {action for actions in drawn for action in actions} == set(everything) and len(verbs) < len(everything)
+
+
+class Silent(Unlisted):
+    def admissible_actions(self):
+        return None
+
+
+def test_an_environment_that_lists_no_actions_is_one_line(tmp_path, monkeypatch):
+    monkeypatch.setenv("SCAFFOLD_FUNNEL_CACHE", str(tmp_path))
+    with pytest.raises(BadInput, match="admissible_actions"):
+        tiny.tiny("test_tiny:Silent")

@@ -425,6 +425,15 @@ def test_weights_that_are_no_weights_are_one_line(tmp_path):
         grpo.main([*SMALL, "--out", str(tmp_path / "file" / "run")])
 
 
+def test_ctrl_c_outside_of_a_training_loop_says_how_to_go_on(capsys):
+    def main():
+        raise KeyboardInterrupt
+
+    with pytest.raises(SystemExit) as stop:
+        train.cli(main)
+    assert stop.value.code == 130 and "--resume goes on" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("error, words", [(torch.OutOfMemoryError("CUDA out of memory"), "lower --num-envs"),
                                           (FloatingPointError("probabilities are not finite"), "lower --lr")])
 def test_out_of_memory_and_lost_numbers_outside_of_the_learner_are_one_line(error, words, capsys):
