@@ -39,7 +39,7 @@ class Config:
     # How long, where to
     seed: int = option(0, "seed of everything random")
     steps: int = option(60, "training steps: batches of episodes (0: the warm start alone)")
-    out: str = option("", "the run's folder (default: runs/<env>__<algo>__<enrich>__<seed>)")
+    out: str = option("", "the run's folder (default: runs/<env>__<algo>__<enrich, of distill.py mode>__<seed>)")
     resume: bool = option(False, "go on from the checkpoint in the run's folder")
     overwrite: bool = option(False, "delete what is in the run's folder first")
     # A batch
@@ -69,7 +69,8 @@ class Config:
     warm_start_batch: int = option(16, "rows (with full history, episodes) per optimizer step of the warm start")
     warm_start_lr: float = option(5e-4, "learning rate of the warm start")
     # Enriched feedback (enrich.py)
-    enrich: str = option("none", "strategy: none, ag-early, ag-late, oe-early, oe-late, hybrid, or a control of enrich.py")
+    enrich: str = option("none", "strategy: none, ag-early, ag-late, oe-early, oe-late, hybrid; ours: ag-always, oe-always, both, "
+                                "reversed, wrong-hint (enrich.py)")
     enrich_probability: float = option(0.5, "chance that a group of episodes is enriched")
     enrich_early: str = option("1,3", "first and last turn of the early window")
     enrich_late: str = option("6,10", "first and last turn of the late window")

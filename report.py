@@ -212,7 +212,7 @@ def charts(groups, distill) -> list[dict]:
     unit = "optimizer step" if distill else "training step"
     found = [{"title": "Success without the state, and with it" if distill else "Success without hints", "y": [0, 1],
               "x": "round" if distill else unit, "series": free, "shades": [] if distill else shades},
-             {"title": "Success while training", "y": [0, 1], "x": unit, "series": played, "shades": shades}]
+             {"title": "Success while training (sampled)", "y": [0, 1], "x": unit, "series": played, "shades": shades}]
     for key, words in PANELS.items():
         series = sum((curve(group, "", metric(key, distill), smooth=True) for group in groups), [])
         found.append({"title": key + words, "x": unit, "series": series, "shades": [], "small": True})

@@ -177,6 +177,8 @@ def train(config, algorithm, loss, advantages, *, clip, use_reference=False, seq
         env.close()
     trained = f"after {config.steps} steps" if config.steps else "after the warm start"
     print("\n" + table(" ".join([config.env, *config.env_options]), [("base model", base), (trained, final)]))
+    if (folder / "report.html").exists():
+        print(f"{folder}/report.html is of before: python report.py {folder} makes it anew")
     print(f"{folder}/ holds {', '.join(sorted(path.name for path in folder.iterdir()))}")
     return folder
 

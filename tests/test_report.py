@@ -606,7 +606,7 @@ def test_nothing_is_wider_than_the_screen(browser, hostile_page, width, dark):
 
 def test_by_keyboard(browser, tmp_path):
     run = make_run(tmp_path / "run", [episode(n) for n in range(1, 31)])
-    write(run, "tokens.jsonl", [episode(1, advantage=-0.5, rows=[{"tokens": ["a", "b"], "mask": [0, 1],
+    write(run, "tokens.jsonl", [episode(30, advantage=-0.5, rows=[{"tokens": ["a", "b"], "mask": [0, 1],
         "log_ratio": [-0.25]}])])
     made(tmp_path, run)
     browser.open(tmp_path / "page.html")
@@ -620,7 +620,7 @@ def test_by_keyboard(browser, tmp_path):
             break
         assert style != "none" and width >= 1, (tag, name)
         seen.append(name)
-        if name.startswith("step 1, ash"):
+        if name.startswith("step 30, ash"):  # the last step comes first
             break
     assert seen[0] == "To the transcripts" and {"filter-task", "filter-end", "filter-enriched", "filter-from", "filter-to",
         "filter-colour"} <= set(seen)
