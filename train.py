@@ -266,8 +266,8 @@ def cli(main):
         sys.exit(2)
     except (OSError, RuntimeError) as error:  # RuntimeError: what torch's writer says of a full disk
         if type(error).__name__ == "OutOfMemoryError":
-            print("error: out of memory: lower --num-envs or --max-context (python model.py --plan says what fits), then "
-                  "--resume if a checkpoint was saved before", file=sys.stderr)
+            print("error: out of memory: lower --num-envs, and --resume if a checkpoint was saved before; or start with a lower "
+                  "--max-context (python model.py --plan says what fits)", file=sys.stderr)
             sys.exit(2)
         if not any(words in str(error) for words in ("No space left", "Disk quota", "File too large")):
             raise
