@@ -569,6 +569,19 @@ def test_an_empty_split_is_one_line(tmp_path, monkeypatch, split):
         distill.main([*SMALL, "--out", str(tmp_path / "run")])
 
 
+def test_five_steps_in_a_row_without_a_finite_gradient_end_the_run(tmp_path, monkeypatch):
+    steps = []
+
+    def update(*_, **how):
+        steps.append(how["seed"])
+        return {"micro_batch_tokens": 8192, "skipped_steps": 1, "optimizer_steps": 0}
+
+    monkeypatch.setattr("learner.update", update)
+    with pytest.raises(BadInput, match="five steps in a row; lower --lr"):
+        distill.main([*SMALL, "--mode", "policy-only", "--rounds", "1", "--steps", "8", "--out", str(tmp_path / "run")])
+    assert len(steps) == 5
+
+
 def test_another_runs_options_are_refused_on_resume(helpful, tmp_path):
     argv = [*SMALL, "--out", str(tmp_path / "run"), "--mode", "state-only", "--rounds", "1"]
     distill.main(argv)
