@@ -7,7 +7,7 @@
 learner: forward, backward, clipping and AdamW step of GRPO on given rows. rollout: episodes of a fixed number of turns and
 tokens. step: a rollout, then the learner on it. growth: late turns of a long episode against early ones, and the learner's
 memory against the number of rows. limit: shares of the machine's matrix products and memory copies.
-What is measured is in bench_work.py (ours, growth, limit) and bench_trl.py (TRL 1.16, transformers backend). How:
+What is measured is in tools/bench_ours.py (ours, growth, limit) and tools/bench_trl.py (TRL 1.16, transformers backend). How:
 
 1. Each figure comes from a process of its own, which does the work once to warm up and once on the clock. Ours and the
    peer's take turns; a ratio is ours / TRL's, the median over the pairs. Both have the same weights, rows, lengths,
@@ -20,69 +20,30 @@ What is measured is in bench_work.py (ours, growth, limit) and bench_trl.py (TRL
 4. The gradients of the two sides must agree, and the numbers of tokens sampled and played, else no ratio is told.
 5. Activations are kept on both sides; TRL's default is to recompute them (--checkpointing does so on both sides).
 """
-import argparse
 import json
 import os
-import re
 import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from importlib import metadata
-from types import SimpleNamespace
+from pathlib import Path
 
 from envs import BadInput
+from rl.runs import Parser, cli
 
 PEER = "1.16"
 TUNED = {"MALLOC_MMAP_THRESHOLD_": "17179869184", "MALLOC_TRIM_THRESHOLD_": "17179869184", "MALLOC_TOP_PAD_": "268435456"}
 REAL = {"rows": (16, 4), "episodes": (32, 8), "group": (8, 4), "growth_episodes": (8, 2)}  # defaults: tiny, a real model
 
 
-def memory(key="VmRSS", reset=False):
-    """Bytes now (VmRSS) or at most since the last reset (VmHWM)."""
-    import torch
-    if torch.cuda.is_available():
-        if reset:
-            torch.cuda.reset_peak_memory_stats()
-        return torch.cuda.max_memory_allocated() if key == "VmHWM" else torch.cuda.memory_allocated()
-    if reset:
-        with open("/proc/self/clear_refs", "w") as file:
-            file.write("5")
-    with open("/proc/self/status") as file:
-        return 1024 * int(re.search(rf"{key}:\s+(\d+)", file.read())[1])
-
-
-def measure(how):
-    """In a process of its own: one side of one task, as a dict of figures."""
-    import torch
-
-    import bench_trl
-    import bench_work
-    from model import add_lora
-    torch.set_num_threads(how.threads)
-    model, tokenizer = bench_work.policy(how, add_lora if how.side == "ours" else bench_trl.add_lora)
-    if how.task in ("growth", "limit"):
-        return getattr(bench_work, how.task)(how, model, tokenizer)
-    side = {"ours": bench_work, "trl": bench_trl}[how.side]
-    work = getattr(side, f"{how.task}_work")(how, model, tokenizer)
-    before = memory(reset=True)
-    done = work() or {}
-    if how.gradient:
-        trainable = [p for _, p in sorted(model.named_parameters()) if p.requires_grad]
-        torch.save(torch.cat([p.grad.flatten() for p in trainable]), how.gradient)
-    cpu = time.process_time()
-    seconds = bench_work.clock(work)
-    return {"seconds": seconds, "cpu_seconds": time.process_time() - cpu, "peak_bytes": memory("VmHWM") - before, **done}
-
-
-def run(args, task, side="ours", tuned=True, **more):
-    """measure() in a process of its own."""
+def measured(args, task, side="ours", tuned=True, **more):
+    """One side of one task, in a process of its own, as a dict of figures."""
     how = vars(args) | {"task": task, "side": side, "gradient": ""} | more
     kept = {key: value for key, value in os.environ.items() if not key.startswith("MALLOC_")}
     env = kept | {"OMP_NUM_THREADS": str(args.threads), "TOKENIZERS_PARALLELISM": "false"} | (TUNED if tuned else {})
-    done = subprocess.run([sys.executable, __file__, "measure", json.dumps(how)], env=env, text=True, check=False,
-                          capture_output=True)
+    done = subprocess.run([sys.executable, "-m", "tools.bench_side", json.dumps(how)], env=env, text=True, check=False,
+                          capture_output=True, cwd=Path(__file__).parent)
     if done.returncode:
         last = (done.stderr.strip().splitlines() or ["nothing said: out of memory?"])[-1].removeprefix("error: ")
         raise BadInput(f"{task}, {side}: the measuring process ended with {done.returncode}: {last}")
@@ -96,7 +57,7 @@ def compare(args, task):
     with tempfile.TemporaryDirectory() as folder:
         for n in range(args.pairs):
             paths = {side: os.path.join(folder, side) for side in ("ours", "trl")}
-            pair = {side: run(args, task, side, gradient="" if n or task != "learner" else paths[side]) for side in paths}
+            pair = {side: measured(args, task, side, gradient="" if n or task != "learner" else paths[side]) for side in paths}
             for what in {"sampled", "positions"} & set(pair["ours"]):
                 if pair["ours"][what] != pair["trl"][what]:
                     raise RuntimeError(f"{task}: {what} tokens differ, {pair['ours'][what]} and {pair['trl'][what]}")
@@ -109,7 +70,7 @@ def compare(args, task):
             say(f"{task} {n + 1}/{args.pairs}: " + ", ".join(
                 f"{side} {p['seconds']:.2f} s {p['peak_bytes'] / 1e9:.2f} GB" for side, p in pair.items()))
     for side in ("ours", "trl") if args.stock else ():
-        stock[side] = run(args, task, side, tuned=False)
+        stock[side] = measured(args, task, side, tuned=False)
         say(f"{task} stock: {side} {stock[side]['seconds']:.2f} s {stock[side]['peak_bytes'] / 1e9:.2f} GB")
     for name, field in (("time_ratio", "seconds"), ("cpu_time_ratio", "cpu_seconds"), ("memory_ratio", "peak_bytes")):
         figures[name] = statistics.median(pair["ours"][field] / pair["trl"][field] for pair in pairs)
@@ -121,7 +82,7 @@ def compare(args, task):
 def alone(args, task):
     """{task.name: figure}: medians over the runs of growth or limit."""
     sizes = {"episodes": args.growth_episodes, "group": 1, "turns": args.growth_turns} if task == "growth" else {}
-    runs = [run(args, task, **sizes) for _ in range(args.pairs)]
+    runs = [measured(args, task, **sizes) for _ in range(args.pairs)]
     figures = {name: statistics.median(run[name] for run in runs) for name in runs[0]}
     if task == "growth":
         for history in ("full", "window"):
@@ -129,7 +90,7 @@ def alone(args, task):
         figures["over_cache"] = figures["full.late_seconds"] / (figures["full.early_seconds"] + figures["cache_seconds"])
         full = max(args.micro_batch_tokens // args.tokens, 1)  # rows of one micro-batch
         rows = [full, 2 * full, 4 * full]
-        peaks = [run(args, "learner", rows=n)["peak_bytes"] for n in rows]
+        peaks = [measured(args, "learner", rows=n)["peak_bytes"] for n in rows]
         figures |= {"rows": rows, "learner_peak_bytes": peaks, "learner_peak_ratio": peaks[-1] / max(peaks[0], 1)}
     return {f"{task}.{name}": value for name, value in (figures | {"runs": runs}).items()}
 
@@ -139,7 +100,7 @@ def say(line):
 
 
 def parse(argv):
-    parser = argparse.ArgumentParser(description="Speed and memory, beside TRL's and beside the machine's limits.")
+    parser = Parser(allow_abbrev=False, description="Speed and memory, beside TRL's and beside the machine's limits.")
     parser.add_argument("what", choices=("learner", "rollout", "step", "growth", "limit", "all"))
     parser.add_argument("--model", default="tiny", help="tiny (random Qwen3, real vocabulary, fp32) or a folder (bf16)")
     parser.add_argument("--pairs", type=int, default=5, help="pairs of measurements; growth and limit: measurements")
@@ -163,11 +124,6 @@ def parse(argv):
     parser.add_argument("--observation-tokens", type=int, default=28, help="between two actions, the template's included")
     parser.add_argument("--growth-episodes", type=int, default=0, help="(tiny: 8, else 2)")
     parser.add_argument("--growth-turns", type=int, default=40)
-
-    def refuse(message):
-        raise BadInput(f"{message} (see --help)")
-
-    parser.error = refuse
     args = parser.parse_args(argv)
     tiny = args.model == "tiny"
     for name, (small, real) in REAL.items():
@@ -177,24 +133,22 @@ def parse(argv):
     for name, least in {"pairs": 1, "threads": 1, "rows": 2, "tokens": 20, "group": 2, "turns": 2, "new_tokens": 2,
                         "growth_turns": 4, "micro_batch_tokens": 1, "growth_episodes": 1}.items():
         if getattr(args, name) < least:
-            refuse(f"--{name.replace('_', '-')} must be at least {least}, got {getattr(args, name)}")
+            parser.error(f"--{name.replace('_', '-')} must be at least {least}, got {getattr(args, name)}")
     if not 0.1 <= args.sampled <= 1:
-        refuse(f"--sampled is a share in 0.1..1, got {args.sampled}")
+        parser.error(f"--sampled is a share in 0.1..1, got {args.sampled}")
     if args.episodes % args.group or args.rows % args.group:
-        refuse(f"--episodes {args.episodes} and --rows {args.rows} must be whole groups of {args.group}: change --group")
+        parser.error(f"--episodes {args.episodes} and --rows {args.rows} must be whole groups of {args.group}: change --group")
     if args.rows % args.peer_rows or args.episodes % min(args.peer_rows, args.episodes):
-        refuse(f"--rows {args.rows} and --episodes {args.episodes} must be multiples of --peer-rows {args.peer_rows}")
+        parser.error(f"--rows {args.rows} and --episodes {args.episodes} must be multiples of --peer-rows {args.peer_rows}")
     if not tiny and not os.path.exists(os.path.join(args.model, "config.json")):
         raise BadInput(f"the folder {args.model} holds no model (no config.json): pass a folder, or tiny")
     if args.json and (os.path.exists(args.json) or not os.path.isdir(os.path.dirname(args.json) or ".")):
         raise BadInput(f"{args.json} exists or its folder does not: choose another --json")
+    args.model = args.model if tiny else os.path.abspath(args.model)
     return args
 
 
 def main(argv=None):
-    argv = sys.argv[1:] if argv is None else argv
-    if argv[:1] == ["measure"]:  # what run() starts
-        return print(json.dumps(measure(SimpleNamespace(**json.loads(argv[1])))))
     args = parse(argv)
     if args.what not in ("growth", "limit"):
         try:
@@ -217,5 +171,4 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    from train import cli
     cli(main)

@@ -21,6 +21,8 @@ What differs from the paper:
 4. The overlong length counts the policy's own tokens over the whole episode, not observations or prompts. The
    penalty is added after dynamic sampling has judged the reward itself, and is off unless `--overlong-max` is set.
 """
+from dataclasses import dataclass, field
+
 import torch
 
 
@@ -69,42 +71,49 @@ def dapo_loss(logp_BT, old_logp_BT, advantages_B, mask_BT, *, num_tokens, eps_lo
     return -torch.where(mask_BT, objective_BT, 0.0).sum() / max(num_tokens, 1)  # Eq. 12
 
 
+# DAPO for the training loop
+
+@dataclass
+class Options:
+    eps_low: float = field(default=0.2, metadata={"help": "clip range below 1"})
+    eps_high: float = field(default=0.28, metadata={"help": "clip range above 1"})
+    max_rounds: int = field(default=10, metadata={"help": "dynamic sampling: rounds of sampling per step at most"})
+    overlong_max: int = field(default=0, metadata={"help": "own tokens of an episode at which the soft overlong "
+                                                           "penalty reaches -1 (0: no penalty)"})
+    overlong_cache: int = field(default=0, metadata={"help": "tokens over which it grows (0: a fifth of the maximum)"})
+
+    def __post_init__(self):
+        if not (self.eps_low > 0 and self.eps_high > 0 and self.max_rounds >= 1):
+            raise ValueError("--eps-low and --eps-high must be above 0, --max-rounds at least 1")
+        if self.overlong_max < 0 or self.overlong_cache < 0 or (self.overlong_max and self.overlong_cache > self.overlong_max):
+            raise ValueError(f"--overlong-cache {self.overlong_cache} must lie in 0..--overlong-max {self.overlong_max}")
+
+
+def algorithm(options, group_advantages) -> dict:
+    """The fields of `Algorithm` in rl/train.py, for anything with the attributes of `Options`; the advantages are GRPO's (Eq. 9)."""
+    def shape_rewards(rewards_N, lengths_N):
+        cache = options.overlong_cache or max(options.overlong_max // 5, 1)
+        return rewards_N + overlong_penalty(lengths_N, options.overlong_max, cache) if options.overlong_max else rewards_N
+
+    return {"name": "dapo", "advantages": group_advantages, "clip": (options.eps_low, options.eps_high),
+            "fill": lambda sample, num_groups: fill_batch(sample, num_groups, options.max_rounds), "shape_rewards": shape_rewards,
+            "loss": lambda batch: dapo_loss(
+                batch.logp_BT, batch.old_logp_BT, batch.advantages_B, batch.mask_BT, num_tokens=batch.num_tokens,
+                eps_low=options.eps_low, eps_high=options.eps_high)}
+
+
+# The file as a program
+
 def main(argv=None):
-    from dataclasses import dataclass, field
+    from rl.options import parse
 
-    from envs import BadInput
+    config = parse(Options, argv, "Train with DAPO (arXiv 2503.14476).")
     from grpo import group_advantages
-    from train import Config, parse, train
+    from rl.train import Algorithm, train
 
-    @dataclass
-    class DAPOConfig(Config):
-        eps_low: float = field(default=0.2, metadata={"help": "clip range below 1"})
-        eps_high: float = field(default=0.28, metadata={"help": "clip range above 1"})
-        max_rounds: int = field(default=10, metadata={"help": "dynamic sampling: rounds of sampling per step at most"})
-        overlong_max: int = field(default=0, metadata={"help": "own tokens of an episode at which the soft overlong "
-                                                               "penalty reaches -1 (0: no penalty)"})
-        overlong_cache: int = field(default=0, metadata={"help": "tokens over which it grows (0: a fifth of the maximum)"})
-
-    config = parse(DAPOConfig, argv, description="Train with DAPO (arXiv 2503.14476).")
-    cache = config.overlong_cache or max(config.overlong_max // 5, 1)
-    if not (config.eps_low > 0 and config.eps_high > 0 and config.max_rounds >= 1):
-        raise BadInput("--eps-low and --eps-high must be above 0, --max-rounds at least 1")
-    if config.overlong_max < 0 or cache < 1 or (config.overlong_max and cache > config.overlong_max):
-        raise BadInput(f"--overlong-cache {cache} must lie in 1..--overlong-max {config.overlong_max}")
-
-    def loss(batch):
-        return dapo_loss(batch.logp_BT, batch.old_logp_BT, batch.advantages_B, batch.mask_BT,
-                         num_tokens=batch.num_tokens, eps_low=config.eps_low, eps_high=config.eps_high)
-
-    def shaped(rewards_N, lengths_N):
-        if not config.overlong_max:
-            return rewards_N
-        return rewards_N + overlong_penalty(lengths_N, config.overlong_max, cache)
-
-    train(config, "dapo", loss, group_advantages, clip=(config.eps_low, config.eps_high),
-          collect=lambda sample, num_groups: fill_batch(sample, num_groups, config.max_rounds), shape_rewards=shaped)
+    return train(config, Algorithm(**algorithm(config, group_advantages)))
 
 
 if __name__ == "__main__":
-    from train import cli
+    from rl.runs import cli
     cli(main)

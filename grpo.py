@@ -21,6 +21,8 @@ What differs from the paper:
 5. beta = 0 by default (the paper: 0.04), as in later practice and in arXiv 2609.08404's second configuration.
 6. One reward at the end of the episode (outcome supervision); process supervision is not here.
 """
+from dataclasses import dataclass, field
+
 import torch
 
 
@@ -67,29 +69,37 @@ def grpo_loss(logp_BT, old_logp_BT, advantages_B, mask_BT, *, num_trajectories, 
     return -per_row_B.sum() / num_trajectories
 
 
+# GRPO for the training loop
+
+@dataclass
+class Options:
+    eps: float = field(default=0.2, metadata={"help": "clip range of the ratio"})
+    beta: float = field(default=0.0, metadata={"help": "weight of the KL to the reference (the paper: 0.04)"})
+
+    def __post_init__(self):
+        if not (self.eps > 0 and self.beta >= 0):
+            raise ValueError(f"--eps must be above 0 and --beta at least 0, got {self.eps} and {self.beta}")
+
+
+def algorithm(options) -> dict:
+    """The fields of `Algorithm` in rl/train.py, for anything with the attributes of `Options`."""
+    return {"name": "grpo", "advantages": group_advantages, "clip": (options.eps, options.eps), "use_reference": options.beta > 0,
+            "loss": lambda batch: grpo_loss(
+                batch.logp_BT, batch.old_logp_BT, batch.advantages_B, batch.mask_BT, num_trajectories=batch.num_trajectories,
+                lengths_B=batch.lengths_B, eps=options.eps, beta=options.beta, ref_logp_BT=batch.ref_logp_BT)}
+
+
+# The file as a program
+
 def main(argv=None):
-    from dataclasses import dataclass, field
+    from rl.options import parse
 
-    from envs import BadInput
-    from train import Config, parse, train
+    config = parse(Options, argv, "Train with GRPO (arXiv 2402.03300).")
+    from rl.train import Algorithm, train
 
-    @dataclass
-    class GRPOConfig(Config):
-        eps: float = field(default=0.2, metadata={"help": "clip range of the ratio"})
-        beta: float = field(default=0.0, metadata={"help": "weight of the KL to the reference (the paper: 0.04)"})
-
-    config = parse(GRPOConfig, argv, description="Train with GRPO (arXiv 2402.03300).")
-    if not (config.eps > 0 and config.beta >= 0):
-        raise BadInput(f"--eps must be above 0 and --beta at least 0, got {config.eps} and {config.beta}")
-
-    def loss(batch):
-        return grpo_loss(batch.logp_BT, batch.old_logp_BT, batch.advantages_B, batch.mask_BT,
-                         num_trajectories=batch.num_trajectories, lengths_B=batch.lengths_B,
-                         eps=config.eps, beta=config.beta, ref_logp_BT=batch.ref_logp_BT)
-
-    train(config, "grpo", loss, group_advantages, clip=(config.eps, config.eps), use_reference=config.beta > 0)
+    return train(config, Algorithm(**algorithm(config)))
 
 
 if __name__ == "__main__":
-    from train import cli
+    from rl.runs import cli
     cli(main)

@@ -17,6 +17,8 @@ What differs from the paper:
    own ratio and weighs its share of the episode's tokens, so that the weights of an episode's rows add up to 1.
 3. GSPO-token (Eqs. 13 and 14) is not here: with one advantage per episode its value and gradient are these.
 """
+from dataclasses import dataclass, field
+
 import torch
 
 
@@ -38,31 +40,39 @@ def gspo_loss(logp_BT, old_logp_BT, advantages_B, mask_BT, *, num_trajectories, 
     return -torch.where(row_lengths_B > 0, objective_B * weight_B, 0.0).sum() / num_trajectories
 
 
+# GSPO for the training loop
+
+@dataclass
+class Options:
+    minibatches: int = field(default=4, metadata={"help": "optimizer steps per sampled batch: with 1, s = 1 always"})
+    eps_low: float = field(default=3e-4, metadata={"help": "clip range below 1"})
+    eps_high: float = field(default=4e-4, metadata={"help": "clip range above 1"})
+
+    def __post_init__(self):
+        if not (self.eps_low > 0 and self.eps_high > 0):
+            raise ValueError(f"--eps-low and --eps-high must be above 0, got {self.eps_low} and {self.eps_high}")
+
+
+def algorithm(options, group_advantages) -> dict:
+    """The fields of `Algorithm` in rl/train.py, for anything with the attributes of `Options`; the advantages are GRPO's (Eq. 6)."""
+    return {"name": "gspo", "advantages": group_advantages, "clip": (options.eps_low, options.eps_high), "sequence_ratio": True,
+            "loss": lambda batch: gspo_loss(
+                batch.logp_BT, batch.old_logp_BT, batch.advantages_B, batch.mask_BT, num_trajectories=batch.num_trajectories,
+                lengths_B=batch.lengths_B, eps_low=options.eps_low, eps_high=options.eps_high)}
+
+
+# The file as a program
+
 def main(argv=None):
-    from dataclasses import dataclass, field
+    from rl.options import parse
 
-    from envs import BadInput
+    config = parse(Options, argv, "Train with GSPO (arXiv 2507.18071).")
     from grpo import group_advantages
-    from train import Config, parse, train
+    from rl.train import Algorithm, train
 
-    @dataclass
-    class GSPOConfig(Config):
-        minibatches: int = field(default=4, metadata={"help": "optimizer steps per sampled batch: with 1, s = 1 always"})
-        eps_low: float = field(default=3e-4, metadata={"help": "clip range below 1"})
-        eps_high: float = field(default=4e-4, metadata={"help": "clip range above 1"})
-
-    config = parse(GSPOConfig, argv, description="Train with GSPO (arXiv 2507.18071).")
-    if not (config.eps_low > 0 and config.eps_high > 0):
-        raise BadInput(f"--eps-low and --eps-high must be above 0, got {config.eps_low} and {config.eps_high}")
-
-    def loss(batch):
-        return gspo_loss(batch.logp_BT, batch.old_logp_BT, batch.advantages_B, batch.mask_BT,
-                         num_trajectories=batch.num_trajectories, lengths_B=batch.lengths_B,
-                         eps_low=config.eps_low, eps_high=config.eps_high)
-
-    train(config, "gspo", loss, group_advantages, clip=(config.eps_low, config.eps_high), sequence_ratio=True)
+    return train(config, Algorithm(**algorithm(config, group_advantages)))
 
 
 if __name__ == "__main__":
-    from train import cli
+    from rl.runs import cli
     cli(main)

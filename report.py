@@ -8,7 +8,7 @@ Runs whose options differ by the seed alone are one group: mean and standard dev
 all of them have. What a file lacks, or holds broken, is left out, and the page says so.
 
 Texts of a run (tasks, observations, actions, states, options, names) are from outside. They go into the page as JSON in a
-block that no browser executes, with `<` escaped, and report_page.html puts them on the screen as text nodes alone; the page
+block that no browser executes, with `<` escaped, and tools/report_page.html puts them on the screen as text nodes alone; the page
 allows one script and one style by their hashes, and no request.
 """
 import base64
@@ -20,12 +20,13 @@ import statistics
 from pathlib import Path
 from types import SimpleNamespace
 
-from enrich import schedule_of
 from envs import BadInput, plain
-from evaluate import fixed_tasks
-from runs import replace
+from rl.evaluation import fixed_tasks
+from rl.logs import replace_file
+from rl.options import schedule_of
+from rl.runs import Parser, cli
 
-TEMPLATE = Path(__file__).resolve().with_name("report_page.html")
+TEMPLATE = Path(__file__).resolve().parent / "tools" / "report_page.html"
 FILES = ("metrics.jsonl", "evaluations.jsonl", "rounds.jsonl", "rollouts.jsonl", "tokens.jsonl")
 ALIKE = {"seed", "out", "resume", "overwrite", "save_every", "micro_batch_tokens", "num_envs", "tensorboard", "log_tokens",
          "step_timeout", "preset", "commit", "python", "versions"}  # runs of one group may differ in these
@@ -35,7 +36,7 @@ PANELS = {"reward": "", "entropy": ", nats a token", "approx_kl": ", nats a toke
 QUANTITIES = ("log_ratio", "weight")  # numbers of each sampled token in tokens.jsonl
 
 
-def number(value):
+def finite(value):
     """A finite number to five digits, or None: a page's JSON has no NaN."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) < 1e300:
         return None
@@ -48,7 +49,7 @@ def text(value) -> str:
     return value if len(value) <= CUT else f"{value[:CUT]} [{len(value) - CUT:,} more characters are left out here]"
 
 
-def rows_of(path, notes, most=math.inf) -> list[dict]:
+def read_rows(path, notes, most=math.inf) -> list[dict]:
     """The rows of a file of JSON lines, or `most` of them, evenly spread. What is left out is said in `notes`."""
     if not path.is_file():
         return []
@@ -97,8 +98,8 @@ def load(run, most) -> SimpleNamespace:
         config = {}
         notes.append("config.json is missing or cannot be read: no options, no schedule, and a group of its own")
     metrics, evaluations, rounds, rollouts, tokens = (
-        rows_of(path(file), notes, most if file == "rollouts.jsonl" else math.inf) for file in FILES)
-    evaluations = [row for row in evaluations if number(row.get("success")) is not None]
+        read_rows(path(file), notes, most if file == "rollouts.jsonl" else math.inf) for file in FILES)
+    evaluations = [row for row in evaluations if finite(row.get("success")) is not None]
     for file, rows in zip(FILES, (metrics, evaluations, rounds, rollouts)):
         if not rows and (file != "rounds.jsonl" or config.get("algorithm") == "distill"):
             notes.append(f"{file} holds nothing that can be shown" if path(file).exists() else f"there is no {file}")
@@ -140,11 +141,11 @@ def curve(group, name, points_of, **more) -> list[dict]:
         points, lines = [each[0][x] for x in steps], []
     else:
         ys = [[points[x][1] for points in each] for x in steps]
-        points = [[x, number(statistics.fmean(y)), number(statistics.fmean(y) - statistics.stdev(y)),
-                   number(statistics.fmean(y) + statistics.stdev(y))] for x, y in zip(steps, ys)]
+        points = [[x, finite(statistics.fmean(y)), finite(statistics.fmean(y) - statistics.stdev(y)),
+                   finite(statistics.fmean(y) + statistics.stdev(y))] for x, y in zip(steps, ys)]
         lines = [[points[x][:2] for x in sorted(points)] for points in each]
     half = len(points) // 40  # a running mean over a twentieth of the steps, where single points would be noise
-    smooth = [[point[0], number(statistics.fmean(p[1] for p in points[max(0, n - half):n + half + 1]))]
+    smooth = [[point[0], finite(statistics.fmean(p[1] for p in points[max(0, n - half):n + half + 1]))]
               for n, point in enumerate(points)] if half and "smooth" in more else []
     return [{"group": group.n, "name": name, "points": points, "runs": lines, "seeds": len(each), **more, "smooth": smooth}]
 
@@ -154,36 +155,36 @@ def successes(split, policy="trained", state=None, at=None):
     def points_of(run):
         rows = [row for row in run.evaluations if (row.get("split"), row.get("policy")) == (split, policy)
                 and not row.get("residual") and (state is None or bool(row.get("state")) == state)]
-        return [[row["step"] if at is None else at, number(row["success"]), *interval(row)] for row in rows]
+        return [[row["step"] if at is None else at, finite(row["success"]), *interval(row)] for row in rows]
     return points_of
 
 
 def interval(row):
     ends = row.get("interval")
-    return [number(end) for end in ends] if isinstance(ends, list) and len(ends) == 2 else [None, None]
+    return [finite(end) for end in ends] if isinstance(ends, list) and len(ends) == 2 else [None, None]
 
 
 def metric(key, distill):
     step = "optimizer_step" if distill else "step"
-    return lambda run: [[row[step], number(row.get(key)), None, None] for row in run.metrics
-                        if number(row.get(step)) is not None]
+    return lambda run: [[row[step], finite(row.get(key)), None, None] for row in run.metrics
+                        if finite(row.get(step)) is not None]
 
 
 def phases(config) -> list:
     """[first step, last step, what is shown to enriched groups] over training, as the schedule of enrich.py says."""
     try:
-        schedule = schedule_of(SimpleNamespace(**config))
-    except (BadInput, AttributeError, TypeError, ValueError):
+        schedule = schedule_of(SimpleNamespace(**config), config["steps"])
+    except (BadInput, AttributeError, KeyError, TypeError, ValueError):
         return []
     found = []
     for step in range(1, min(schedule.total_steps, 100_000) + 1):
-        schedule.step = step
-        turns = [turn for turn in (1, schedule.early[0], schedule.late[0]) if schedule.kind(turn)]
+        now = schedule.at(step)
+        turns = [turn for turn in (1, schedule.early[0], schedule.late[0]) if now.kind(turn)]
         if turns:
             turn = max(turns)
             windows = (schedule.early, schedule.late)
-            last = next((last for first, last in windows if first == turn and not schedule.kind(last + 1)), None)
-            kind = ("wrong " if schedule.strategy == "wrong-hint" else "") + schedule.kind(turn)
+            last = next((last for first, last in windows if first == turn and not now.kind(last + 1)), None)
+            kind = ("wrong " if schedule.strategy == "wrong-hint" else "") + now.kind(turn)
             words = f"{kind}, turns {turn} to {last}" if last else f"{kind}, every turn"
             if found and found[-1][1:] == [step - 1, words]:
                 found[-1][1] = step
@@ -226,7 +227,7 @@ def about_run(run, group) -> dict:
         if (points := successes(split, policy, state=False)(run))}
     done = max((row["step"] for row in (run.rounds if run.distill else run.metrics)), default=0)
     return {"name": run.name, "group": group, "distill": run.distill, "done": done, "seed": text(run.config.get("seed")),
-            "of": number(run.config.get("rounds" if run.distill else "steps")), "commit": text(run.config.get("commit")),
+            "of": finite(run.config.get("rounds" if run.distill else "steps")), "commit": text(run.config.get("commit")),
             **played, "notes": run.notes, "state": run.state, "rounds": list(map(about_round, run.rounds)),
             "options": [[text(key), text(value)] for key, value in run.config.items()]}
 
@@ -239,10 +240,10 @@ def about_round(row) -> dict:
         edits[name] = [" ".join(text(edit.get(key)) for key in ("op", "target", "content", "reason") if edit.get(key))
                        if isinstance(edit, dict) else text(edit) for edit in given]
     keys = ("step", "success_before", "success_after", "success_free", "success_state", "selected", "entries")
-    return {**{key: number(row.get(key)) for key in keys}, **edits,
+    return {**{key: finite(row.get(key)) for key in keys}, **edits,
             **{key: row[key] if isinstance(row.get(key), bool) else None for key in ("state_accepted", "policy_accepted")},
             **{key: text(row.get(key)) for key in ("state_reason", "policy_reason")},
-            "labels": [number(labels.get(label)) for label in ("00", "01", "10", "11")] if labels else None}
+            "labels": [finite(labels.get(label)) for label in ("00", "01", "10", "11")] if labels else None}
 
 
 def episode(n, row, put, tokens=None) -> list:
@@ -259,7 +260,7 @@ def episode(n, row, put, tokens=None) -> list:
                    int(bool(turn.get("valid")))]
     phase = " ".join(text(row.get(key)) for key in ("phase", "episodes") if row.get(key))
     return [n, row["step"], put(text(row.get("task"))), put(text(row.get("end"))), int(bool(row.get("success"))),
-            int(bool(row.get("enriched"))), number(row.get("reward")), put(text(row.get("error"))), put(phase), stored,
+            int(bool(row.get("enriched"))), finite(row.get("reward")), put(text(row.get("error"))), put(phase), stored,
             about_tokens(tokens, put) if tokens else 0]
 
 
@@ -270,10 +271,10 @@ def about_tokens(row, put):
         words, mask = (part.get("tokens"), part.get("mask")) if isinstance(part, dict) else (None, None)
         if not isinstance(words, list) or not isinstance(mask, list) or len(words) != len(mask):
             return 0
-        numbers = {key: list(map(number, part[key])) for key in QUANTITIES
+        numbers = {key: list(map(finite, part[key])) for key in QUANTITIES
                    if isinstance(part.get(key), list) and len(part[key]) == sum(bool(own) for own in mask)}
         rows.append([[put(text(word)) for word in words], "".join(str(int(bool(own))) for own in mask), numbers])
-    return [number(row.get("advantage")), rows] if rows else 0
+    return [finite(row.get("advantage")), rows] if rows else 0
 
 
 def episodes(runs, put) -> list:
@@ -311,17 +312,10 @@ def page(runs) -> str:
 
 
 def main(argv=None):
-    import argparse
-
-    parser = argparse.ArgumentParser(allow_abbrev=False, description="A run, or several, as one HTML page.")
+    parser = Parser(allow_abbrev=False, description="A run, or several, as one HTML page.")
     parser.add_argument("runs", nargs="+", metavar="RUN", help="a run's folder, or PREFIX of files PREFIX.metrics.jsonl ...")
     parser.add_argument("--out", default="", help="default: report.html, in the run's folder or, of several, here")
     parser.add_argument("--episodes", type=int, default=10_000, help="transcripts at most (default: %(default)s)")
-
-    def refuse(message):
-        raise BadInput(f"{message} (see --help)")
-
-    parser.error = refuse
     args = parser.parse_args(argv)
     if args.episodes < 0:
         raise BadInput(f"--episodes must be 0 or above, got {args.episodes}")
@@ -333,7 +327,7 @@ def main(argv=None):
         html = page(runs)
     except RecursionError as error:
         raise BadInput("a line of these runs is nested too deeply to be shown") from error
-    replace(out, html)
+    replace_file(out, html)
     size = f"{len(html) / 1e6:.1f} MB, {len(runs)} run{'s' * (len(runs) > 1)}"
     print(f"{plain(str(out))}: {size}, {sum(len(run.rollouts) for run in runs):,} episodes")
     for run in runs:
@@ -342,5 +336,4 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    from train import cli
     cli(main)

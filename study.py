@@ -32,7 +32,11 @@ import sys
 import time
 from pathlib import Path
 
+from enrich import STRATEGIES
 from envs import BadInput
+from rl.logs import read, replace_file
+from rl.options import Config, parse, schedule_of_run
+from rl.runs import Parser, about, cli, commit
 
 HERE = Path(__file__).parent
 MODIFIERS = {"mixed": ["--enrich-mixed"], "anneal": ["--enrich-anneal"], "positive": ["--enrich-positive-only"],
@@ -58,8 +62,6 @@ def verdict(difference: dict) -> str:
 
 def read_run(folder) -> dict | None:
     """What a study keeps of a finished run; None if it is not finished."""
-    from runs import about, read
-
     evaluations = [row for row in read(folder / "evaluations.jsonl") if not row.get("residual")]
     rows = [row for row in evaluations if not row.get("state")]
     tests = {row["policy"]: row for row in rows if row["split"] == "test"}
@@ -116,9 +118,9 @@ def run_all(program, arms, seeds, folder, jobs):
             raise
 
 
-def summary(about: dict, arms: dict, results: dict) -> dict:
+def summary(facts: dict, arms: dict, results: dict) -> dict:
     """study.json: `results` as of `run_all`; the first arm is the baseline of the differences."""
-    baseline, study = next(iter(arms)), {**about, "arms": {}}
+    baseline, study = next(iter(arms)), {**facts, "arms": {}}
     for arm, runs in results.items():
         entry = {"options": arms[arm], "runs": runs}
         for key in ("final", "valid", "peak", "clean", "success_hinted", "success_plain", "final_with_state"):
@@ -131,7 +133,7 @@ def summary(about: dict, arms: dict, results: dict) -> dict:
     return study
 
 
-def table(study, baseline=None) -> str:
+def study_table(study, baseline=None) -> str:
     """Markdown, with differences to the arm `baseline` (default: the first)."""
     baseline = baseline or next(iter(study["arms"]))
     arms, asks = study["arms"], any("abstain_turns" in run for arm in study["arms"].values() for run in arm["runs"])
@@ -154,7 +156,7 @@ def table(study, baseline=None) -> str:
     return "\n".join(lines)
 
 
-def draw(study, path):
+def draw_study(study, path):
     """Left: mean success on valid tasks over training. Right: final test success, a dot a seed, a bar for the mean."""
     import matplotlib
     matplotlib.use("Agg")
@@ -183,17 +185,15 @@ def draw(study, path):
 def report(folder):
     """study.json -> study.md and study.png; prints the table."""
     study = json.loads((folder / "study.json").read_text())
-    text = table(study)
+    text = study_table(study)
     (folder / "study.md").write_text(text + "\n")
-    draw(study, folder / "study.png")
+    draw_study(study, folder / "study.png")
     print(f"\n{text}\n\n{folder}/ holds study.json, study.md, study.png")
 
 
 def parse_study(argv, arms, algorithms=()):
     """(the study's own options, the words for every run)."""
-    import argparse
-
-    parser = argparse.ArgumentParser(allow_abbrev=False, description="Arms × seeds at equal steps. Other options go to each run.")
+    parser = Parser(allow_abbrev=False, description="Arms × seeds at equal steps. Other options go to each run.")
     parser.add_argument("--arms", nargs="+", default=arms, help="the first is the baseline (default: %(default)s)")
     parser.add_argument("--seeds", type=int, default=5, help="runs of each arm: seeds 0, 1, ...")
     parser.add_argument("--jobs", type=int, default=1, help="runs at the same time, a core each")
@@ -201,11 +201,6 @@ def parse_study(argv, arms, algorithms=()):
     parser.add_argument("--quick", action="store_true", help="three arms, two seeds, short runs")
     if algorithms:
         parser.add_argument("--algorithm", default=algorithms[0], choices=algorithms)
-
-    def refuse(message):
-        raise BadInput(f"{message} (see --study --help)")
-
-    parser.error = refuse
     args, words = parser.parse_known_args(argv)
     if not (1 <= args.seeds <= 16 and args.jobs >= 1):
         raise BadInput(f"--seeds must be in 1..16 and --jobs at least 1, got {args.seeds} and {args.jobs}")
@@ -216,36 +211,31 @@ def parse_study(argv, arms, algorithms=()):
     return args, words
 
 
-def study(args, program, arms, about):
-    """Run the arms, {name: options}, of `program` and write results/<name>/."""
-    from runs import commit, replace
-
+def study(args, program, arms, facts):
+    """Run the arms, {name: options}, of `program` and write results/<name>/ with these facts in study.json."""
     seeds, folder = list(range(args.seeds)), Path("results") / args.name
     results = run_all(program, arms, seeds, Path("runs") / args.name, args.jobs)
     folder.mkdir(parents=True, exist_ok=True)
-    about = {"program": program, "seeds": seeds, "commit": commit(), **about}
-    replace(folder / "study.json", json.dumps(summary(about, arms, results), indent=1) + "\n")
+    facts = {"program": program, "seeds": seeds, "commit": commit(), **facts}
+    replace_file(folder / "study.json", json.dumps(summary(facts, arms, results), indent=1) + "\n")
     report(folder)
 
 
 def enrichment(argv):
     """The study of `enrich.py`."""
-    from enrich import STRATEGIES, schedule_of
-    from train import Config, parse
-
     controls = ["hybrid+mixed", "ag-always+mixed", "ag-always+stripped+positive", "none+positive", "supervised"]
     args, words = parse_study(argv, [*STRATEGIES, *controls], ("grpo", "dapo", "gspo"))
     if args.quick:
         args.arms, args.seeds, words = ["none", "hybrid", "ag-always"], min(args.seeds, 2), [*words, "--steps", "15"]
-    config = parse(Config, words)
+    config = parse(Config, words, common=Config)
     if config.env == "keydoor" and not config.env_options:
         words += ["--env-options", "stages=6", "commands=4"]
         if config.enrich_late == Config.enrich_late:
             words += ["--enrich-late", "4,8"]  # the game has eight turns
-    config = parse(Config, words)
+    config = parse(Config, words, common=Config)
     args.name = args.name or f"{config.env}-{args.algorithm}-enrich" + ("-quick" if args.quick else "")
 
-    def options_of(arm):
+    def words_of_arm(arm):
         strategy, *modifiers = arm.split("+")
         settings = [m for m in modifiers if "=" in m]
         modifiers = [m for m in modifiers if m not in settings]
@@ -256,12 +246,12 @@ def enrichment(argv):
         if strategy not in STRATEGIES or not set(modifiers) <= set(MODIFIERS):
             raise BadInput(f"unknown arm {arm!r}: a strategy ({', '.join(STRATEGIES)}), with modifiers as in hybrid+mixed "
                            f"({', '.join(MODIFIERS)}, or an environment's key=value), or, without --warm-start, supervised")
-        schedule_of(dataclasses.replace(config, enrich=strategy))  # raises BadInput
+        schedule_of_run(dataclasses.replace(config, enrich=strategy))  # raises BadInput
         keep = [o for o in config.env_options if o.partition("=")[0] not in [m.partition("=")[0] for m in settings]]
         return [*(["--enrich", strategy] if strategy != "none" else []), *(word for m in modifiers for word in MODIFIERS[m]),
                 *(["--env-options", *keep, *settings] if settings else [])]
 
-    arms = {arm: [*words, *options_of(arm)] for arm in args.arms}
+    arms = {arm: [*words, *words_of_arm(arm)] for arm in args.arms}
     study(args, f"{args.algorithm}.py", arms, {"env": config.env, "algorithm": args.algorithm, "steps": config.steps})
 
 
@@ -292,11 +282,10 @@ def main(argv=None):
     if len(argv) == 2 and argv[1] not in study["arms"]:
         raise BadInput(f"{argv[0]} has no arm {argv[1]!r}; it has: {', '.join(study['arms'])}")
     if len(argv) == 2:
-        print(table(study, argv[1]))
+        print(study_table(study, argv[1]))
     else:
         report(Path(argv[0]))
 
 
 if __name__ == "__main__":
-    from train import cli
     cli(main)

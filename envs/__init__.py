@@ -98,7 +98,7 @@ def parse_options(pairs: list[str]) -> dict:
     return options
 
 
-def checked(cls: type[Env], options: dict | None) -> dict:
+def known_options(cls: type[Env], options: dict | None) -> dict:
     """The options, if the environment's `__init__` has them all."""
     known = [p for p in inspect.signature(cls.__init__).parameters if p not in ("self", "args", "kwargs")]
     unknown = [key for key in options or {} if key not in known]
@@ -110,14 +110,14 @@ def checked(cls: type[Env], options: dict | None) -> dict:
 def make_env(name: str, options: dict | None = None) -> Env:
     """One instance; an option the environment does not have is named in one line."""
     cls = env_class(name)
-    return cls(**checked(cls, options))
+    return cls(**known_options(cls, options))
 
 
 def select_tasks(name: str, split: str, only: list[str] | None = None, options: dict | None = None) -> list[str]:
     """The tasks of a split; `only` keeps those whose id, or whose part before "/", is listed."""
     cls = env_class(name)
     parameters = inspect.signature(cls.tasks).parameters
-    passed = {key: value for key, value in checked(cls, options).items()
+    passed = {key: value for key, value in known_options(cls, options).items()
               if key in parameters or any(p.kind == p.VAR_KEYWORD for p in parameters.values())}
     all_tasks = cls.tasks(split, **passed)
     names = {task.split("/")[0] for task in all_tasks}
@@ -125,6 +125,17 @@ def select_tasks(name: str, split: str, only: list[str] | None = None, options: 
     if missing:
         raise BadInput(f"unknown task {', '.join(missing)} in {name} {split}; there are: {', '.join(sorted(names))}")
     return [task for task in all_tasks if not only or task in only or task.split("/")[0] in only]
+
+
+def split_tasks(name: str, only: list[str], options: dict) -> dict[str, list[str]]:
+    """{split: its tasks}, none of them empty. A full id in `only` picks training tasks; evaluations take its name."""
+    names = [task.split("/")[0] for task in only]
+    tasks = {split: select_tasks(name, split, only if split == "train" else names, options)
+             for split in ("train", "valid", "test")}
+    for split in tasks:
+        if not tasks[split]:
+            raise BadInput(f"{name} has no {split} tasks with these options: change --tasks or --env-options")
+    return tasks
 
 
 def parse_action(text: str) -> str:

@@ -17,27 +17,28 @@ checkpoints are TRL's. (`environment_factory`, its other way, lets a model act b
 6. Tried by hand on two CPU processes (torchrun, with use_cpu=True and ddp_backend="gloo"), not on GPUs, DeepSpeed or FSDP.
 """
 import random
+from dataclasses import replace
 
 from trl.models import unwrap_model_for_generation
 
-from enrich import EnrichedEnv, Schedule
-from rollout import Request, Row, rollout
-from sampling import sampler
+from enrich import Schedule
+from rl.rollout import Request, Row, rollout
+from rl.sampling import sampler
 
 
 def enriched_rollouts(make_env, schedule, chat, max_new_tokens=32, num_envs=32, **limits):
-    """A `rollout_func` whose prompts are tasks of `make_env()`; `limits` as in rollout.rollout."""
-    envs = [EnrichedEnv(make_env(), schedule) for _ in range(num_envs)]
+    """A `rollout_func` whose prompts are tasks of `make_env()`; `limits` as in rl.rollout.rollout."""
+    envs = [make_env() for _ in range(num_envs)]
 
     def play(tasks, trainer):
-        schedule.step, schedule.total_steps = trainer.state.global_step + 1, trainer.state.max_steps
+        now = replace(schedule, step=trainer.state.global_step + 1, total_steps=trainer.state.max_steps)
         training, requests = trainer.model.training, []
         for n, task in enumerate(tasks):
-            seed = random.Random(f"{schedule.seed} {schedule.step} {task}").randrange(2 ** 31)
-            requests.append(Request(task, task, seed, enriched=training and schedule.enriched(task, n)))
+            seed = random.Random(f"{now.seed} {now.step} {task}").randrange(2 ** 31)
+            requests.append(Request(task, task, seed, enriched=training and now.enriched(task, n)))
         with unwrap_model_for_generation(trainer.model_wrapped, trainer.accelerator) as policy:
             act = sampler(policy, chat, temperature=trainer.temperature, max_new_tokens=max_new_tokens)
-            played = rollout(act, chat, envs, requests, **{"max_turns": envs[0].max_turns} | limits)
+            played = rollout(act, chat, now.wrap(envs), requests, **{"max_turns": envs[0].max_turns} | limits)
         if any(len(t.rows) > 1 for t in played):
             raise ValueError("an episode became several rows, and TRL holds one: this chat template changes earlier turns")
         nothing = Row([chat.pad_id] * 2, [0, 0], sampled_logp=[0.0] * 2)  # an episode that broke before its first action
@@ -66,9 +67,9 @@ def main(schedule=None, **options):
     from trl import GRPOConfig, GRPOTrainer
 
     from envs.keydoor import KeyDoor
-    from model import add_lora, load_model
-    from rollout import Chat
-    from tiny import tiny
+    from rl.chat import Chat
+    from rl.model import add_lora, load_model
+    from rl.tiny import tiny
 
     base, tokenizer = load_model(tiny())
     schedule = schedule or Schedule("hybrid", early=(1, 1), late=(2, 3))  # guidance in step 1, enrichment in step 2

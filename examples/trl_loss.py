@@ -69,7 +69,7 @@ def main(trainer=LossTrainer, **options):
     """Two steps of `trainer` on the game with one stage, where a completion is an episode. options: of GRPOConfig."""
     from datasets import Dataset
     from envs.keydoor import KeyDoor
-    from tiny import tiny
+    from rl.tiny import tiny
     from trl import GRPOConfig
 
     def reward(completions, task, **_):

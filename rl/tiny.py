@@ -5,8 +5,8 @@ follows a command that a hint names. For keydoor it is shipped (tiny-keydoor/, 1
 another environment it is made on first use and cached in ~/.cache/scaffold-funnel (or $SCAFFOLD_FUNNEL_CACHE), under a
 name that depends on everything it is made from; the same seed gives the same model.
 
-    python tiny.py --env keydoor --out made-anew --seed 0
-    python tiny.py --env sciworld --env-options admissible=none --tasks lifespan-longest-lived --max-turns 8 --out DIR
+    python -m rl.tiny --env keydoor --out made-anew --seed 0
+    python -m rl.tiny --env sciworld --env-options admissible=none --tasks lifespan-longest-lived --max-turns 8 --out DIR
 
 Where play is slow and its actions are easy to foresee (ScienceWorld: 65 ms to list the admissible ones), a model
 remembers sooner than it copies. There it first learns to copy random words, which nothing else foretells (`LESSONS`).
@@ -21,7 +21,15 @@ import shutil
 import sys
 from pathlib import Path
 
-from envs import BadInput
+import torch
+from tqdm import tqdm
+
+from envs import BadInput, env_class, make_env, parse_options, select_tasks
+from rl import learner, warmstart
+from rl.chat import Chat
+from rl.rollout import Request, add_turn, rollout
+from rl.sampling import sampler
+from rl.warmstart import play, supervise
 
 CHAT_TEMPLATE = ("{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
                  "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
@@ -39,7 +47,7 @@ LESSONS = [{"hints": 0, "noise": 0, "steps": 220, "batch": 32, "lr": 3e-3},
            {"hints": 2, "noise": 25, "steps": 120, "batch": 16, "lr": 2e-3},
            {"hints": 4, "noise": 80, "steps": 70, "batch": 8, "lr": 2e-3},
            {"hints": 4, "noise": 80, "steps": 160, "batch": 8, "lr": 1e-3}]
-SHIPPED = Path(__file__).parent / "tiny-keydoor"
+SHIPPED = Path(__file__).parent.parent / "tiny-keydoor"
 
 
 def word_tokenizer(texts):
@@ -76,15 +84,18 @@ def texts_of(env, tasks, seed):
     return texts
 
 
-def one_of_each_verb(env, seed):
-    """From here on `env` lists one admissible action for each verb: on ScienceWorld most of hundreds are "move X to Y"."""
-    listed, rng = env.admissible_actions, random.Random(f"verbs {seed}")
+class OneOfEachVerb:
+    """An environment that lists one admissible action for each verb: on ScienceWorld most of hundreds are "move X to Y"."""
 
-    def admissible_actions():
-        actions = listed()
-        return list({action.split()[0]: action for action in rng.sample(actions, len(actions))}.values())
+    def __init__(self, env, seed):
+        self.env, self.rng = env, random.Random(f"verbs {seed}")
 
-    env.admissible_actions = admissible_actions
+    def __getattr__(self, name):
+        return getattr(self.env, name)
+
+    def admissible_actions(self):
+        actions = self.env.admissible_actions()
+        return list({action.split()[0]: action for action in self.rng.sample(actions, len(actions))}.values())
 
 
 def copy_row(env, chat, words, rng, hints, noise):
@@ -94,8 +105,6 @@ def copy_row(env, chat, words, rng, hints, noise):
     copying comes within 200 steps. Else that many turns of 0 to `noise` words and a hint that names 1-3 actions of 2-6
     words; the assistant answers the first. A row draws from 6 words, 20 or all: actions repeat words (baby baby mouse).
     """
-    from rollout import add_turn
-
     def some(least, most):
         return " ".join(rng.choices(pool, k=rng.randint(least, most)))
 
@@ -118,14 +127,7 @@ def tiny(env_name="keydoor", options=None, only=(), seed=0):
     """The folder of the model for an environment: shipped, cached or made now. `only`: as --tasks."""
     if env_name == "keydoor":
         return str(SHIPPED)
-    import torch
-
-    import envs
-    import learner
-    import rollout
-    import warmstart
-    code = [inspect.getsource(part) for part in (warmstart, learner, rollout.Chat, envs.env_class(env_name),
-                                             one_of_each_verb, copy_row)]
+    code = [inspect.getsource(part) for part in (warmstart, learner, Chat, env_class(env_name), OneOfEachVerb, copy_row)]
     made_of = json.dumps([env_name, options or {}, sorted(only), seed, RECIPE, SLOW, LESSONS, SHAPE, CHAT_TEMPLATE,
                           torch.__version__, code])
     cache = Path(os.environ.get("SCAFFOLD_FUNNEL_CACHE", Path.home() / ".cache" / "scaffold-funnel"))
@@ -141,13 +143,7 @@ def tiny(env_name="keydoor", options=None, only=(), seed=0):
 def build(folder, env_name, plays, only=(), seed=0, max_turns=0):
     """Make the model from play under each set of environment options in `plays`, and save it. max_turns: of an episode
     of play (0: the environment's own limit)."""
-    import torch
-    from tqdm import tqdm
     from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    from envs import make_env, select_tasks
-    from rollout import Chat
-    from warmstart import play, supervise
 
     rng = random.Random(f"tiny {seed}")
     envs = [make_env(env_name, options) for options in plays]
@@ -160,8 +156,7 @@ def build(folder, env_name, plays, only=(), seed=0, max_turns=0):
     drawn = [rng.choices(tasks, k=episodes // len(plays)) for tasks in tasks_of]
     tokenizer = word_tokenizer([text for env, tasks in zip(envs, drawn) for text in texts_of(env, tasks[:texts], seed)])
     chat = Chat(tokenizer)
-    for env in envs if slow else []:
-        one_of_each_verb(env, seed)
+    envs = [OneOfEachVerb(env, seed) for env in envs] if slow else envs
     rows = [row for n, (env, tasks) in enumerate(zip(envs, drawn))
             for trajectory in play(lambda: env, chat, tasks, "random", seed=10_000 * seed + n,
                                    max_turns=max_turns or env.max_turns)
@@ -192,17 +187,10 @@ def build(folder, env_name, plays, only=(), seed=0, max_turns=0):
 
 
 def main(argv=None):
-    import argparse
+    from rl.model import load_model
+    from rl.runs import Parser
 
-    import torch
-
-    import envs
-    from envs import make_env, parse_options, select_tasks
-    from model import load_model
-    from rollout import Chat, Request, rollout
-    from sampling import sampler
-
-    parser = argparse.ArgumentParser(description="Build the built-in model of an environment.")
+    parser = Parser(description="Build the built-in model of an environment.")
     parser.add_argument("--env", default="keydoor")
     parser.add_argument("--env-options", nargs="*", default=[])
     parser.add_argument("--tasks", nargs="*", default=[])
@@ -213,7 +201,7 @@ def main(argv=None):
     options = parse_options(args.env_options)
     tasks = select_tasks(args.env, "train", args.tasks, options)
     if args.out and os.path.exists(args.out):
-        raise envs.BadInput(f"{args.out} exists: move it away, or choose another --out")
+        raise BadInput(f"{args.out} exists: move it away, or choose another --out")
     if args.out:
         build(args.out, args.env, KEYDOOR if args.env == "keydoor" and not options else [options], args.tasks, args.seed,
               args.max_turns)
@@ -230,5 +218,5 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    from train import cli
+    from rl.runs import cli
     cli(main)

@@ -1,4 +1,4 @@
-"""TRL's side of bench.py: its GRPOTrainer on the model, texts and rows of bench_work.py.
+"""TRL's side of bench.py: its GRPOTrainer on the model, texts and rows of bench_ours.py.
 
 learner: `compute_loss` (loss_type "grpo", beta 0) on the rows, the observations masked by `tool_mask`, in batches of
 `peer_rows`; backward, clipping and AdamW step as on our side.
@@ -11,13 +11,15 @@ The adapter is PEFT's as it comes. A bf16 model runs under TRL's default, autoca
 import os
 import tempfile
 
-from bench_work import make_rows, signs, text_of
+import torch
+from peft import LoraConfig, get_peft_model
+
+from rl.model import make_optimizer
+from tools.bench_ours import make_rows, signs, text_of
 
 
 def add_lora(model, rank):
-    """The weights of model.add_lora, computed with as PEFT does."""
-    import torch
-    from peft import LoraConfig, get_peft_model
+    """The weights of rl.model.add_lora, computed with as PEFT does."""
     torch.manual_seed(0)
     return get_peft_model(model, LoraConfig(r=rank, lora_alpha=2 * rank, lora_dropout=0.0, bias="none",
                                             target_modules="all-linear", task_type="CAUSAL_LM")).eval()
@@ -26,7 +28,6 @@ def add_lora(model, rank):
 def make_trainer(how, model, tokenizer, rows):
     """A GRPOTrainer for `rows` rows a step, in batches of `how.peer_rows`."""
     os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
-    import torch
     from datasets import Dataset
     from trl.trainer import grpo_trainer
 
@@ -77,9 +78,6 @@ def make_trainer(how, model, tokenizer, rows):
 
 
 def optimizer_step(how, trainer, model):
-    import torch
-
-    from model import make_optimizer
     trainable = [p for p in model.parameters() if p.requires_grad]
     optimizer, size = make_optimizer(model, 1e-6), trainer.args.per_device_train_batch_size
 
@@ -96,7 +94,6 @@ def optimizer_step(how, trainer, model):
 
 
 def learner_work(how, model, tokenizer):
-    import torch
     rows = make_rows(how, model)
     learn = optimizer_step(how, make_trainer(how, model, tokenizer, len(rows)), model)
     ids_BT = torch.tensor([t.rows[0].ids for t in rows], device=model.device)

@@ -21,7 +21,18 @@ import statistics
 import time
 from itertools import pairwise
 
+import torch
+from transformers import DynamicCache, Qwen3Config, Qwen3ForCausalLM
+
 from envs import BadInput, Env
+from grpo import Options, algorithm, group_advantages
+from rl.chat import Chat
+from rl.learner import UpdateOptions, update
+from rl.model import default_device, load_model, make_optimizer
+from rl.rollout import Request, Row, Trajectory, rollout
+from rl.sampling import sampler
+from rl.tiny import word_tokenizer
+from rl.train import Algorithm
 
 VOCABULARY, SQUARE, COPY_BYTES = 151_936, 2048, 2 ** 28
 WORDS = ["go", "look", "take", "door", "key", "red", "blue", "open", "the", "room", "left", "right", "up", "down", "green",
@@ -56,13 +67,7 @@ class FixedEnv(Env):
 
 def policy(how, add_lora):
     """(model with a shaken adapter, tokenizer with TEMPLATE): the same in every process; each side has its `add_lora`."""
-    import torch
-
-    from model import default_device, load_model
     if how.model == "tiny":
-        from transformers import Qwen3Config, Qwen3ForCausalLM
-
-        from tiny import word_tokenizer
         named = [*WORDS, *(f"w{n}" for n in range(VOCABULARY - 7 - len(WORDS)))]  # 7: the special ones and the roles
         tokenizer = word_tokenizer([" ".join(named)])
         torch.manual_seed(0)
@@ -86,34 +91,30 @@ def policy(how, add_lora):
 
 def make_rows(how, model):
     """`how.rows` trajectories of `how.tokens` tokens; of each tenth the last `how.sampled` is sampled, never column 0."""
-    from rollout import Row, Trajectory
     rng, turn = random.Random(0), max(how.tokens // 10, 1)
     mask = [int(n % turn >= turn - round(turn * how.sampled) and n > 0) for n in range(how.tokens)]
     ids = [[rng.randrange(5, model.config.vocab_size) for _ in mask] for _ in range(how.rows)]
     return [Trajectory("", n // how.group, 0, False, rows=[Row(row, list(mask))]) for n, row in enumerate(ids)]
 
 
+class EndlessChat(Chat):
+    """Its only end token is an id that no model samples."""
+
+    def __init__(self, tokenizer, vocabulary):
+        super().__init__(tokenizer)
+        self.end_ids = frozenset([vocabulary])
+
+
 def optimizer_step(how, model, tokenizer):
     """learn(batch, advantages_N): one optimizer step of GRPO."""
-    from grpo import grpo_loss
-    from learner import update
-    from model import make_optimizer
-    optimizer = make_optimizer(model, 1e-6)
-
-    def loss(batch):
-        return grpo_loss(batch.logp_BT, batch.old_logp_BT, batch.advantages_B, batch.mask_BT, lengths_B=batch.lengths_B,
-                         num_trajectories=batch.num_trajectories)
-
-    def learn(batch, advantages_N):
-        update(model, optimizer, batch, advantages_N, loss, pad_id=tokenizer.pad_token_id, max_grad_norm=1e9,
-               micro_batch_tokens=how.micro_batch_tokens, gradient_checkpointing=how.checkpointing)
-
-    return learn
+    optimizer, grpo = make_optimizer(model, 1e-6), Algorithm(**algorithm(Options()))
+    settings = UpdateOptions(tokenizer.pad_token_id, max_grad_norm=1e9, micro_batch_tokens=how.micro_batch_tokens,
+                             gradient_checkpointing=how.checkpointing)
+    return lambda batch, advantages_N: update(model, optimizer, batch, advantages_N, grpo, settings)
 
 
 def signs(number):
     """Advantages 1, -1, 1, ..."""
-    import torch
     return torch.tensor([1.0 - 2 * (n % 2) for n in range(number)])
 
 
@@ -124,10 +125,7 @@ def learner_work(how, model, tokenizer):
 
 def rollout_work(how, model, tokenizer, history="full", starts=None, played=None):
     """starts: a list that gets the time at which each turn begins, and at last the end; played: gets the trajectories."""
-    from rollout import Chat, Request, rollout
-    from sampling import sampler
-    chat = Chat(tokenizer)
-    chat.end_ids = frozenset([model.config.vocab_size])  # an id that no model samples
+    chat = EndlessChat(tokenizer, model.config.vocab_size)
     act = sampler(model, chat, temperature=1.0, max_new_tokens=how.new_tokens)
     firsts = [text_of(lambda text: len(chat.prompt([("user", text)])), how.prompt_tokens, group)
               for group in range(how.episodes // how.group)]
@@ -156,9 +154,6 @@ def rollout_work(how, model, tokenizer, history="full", starts=None, played=None
 
 
 def step_work(how, model, tokenizer):
-    import torch
-
-    from grpo import group_advantages
     played, learn = [], optimizer_step(how, model, tokenizer)
     play = rollout_work(how, model, tokenizer, played=played)
 
@@ -172,7 +167,6 @@ def step_work(how, model, tokenizer):
 
 def clock(work):
     """Seconds of work()."""
-    import torch
     start = time.perf_counter()
     work()
     if torch.cuda.is_available():
@@ -182,8 +176,6 @@ def clock(work):
 
 def growth(how, model, tokenizer):
     """One pass each of rollouts with full and windowed history: seconds of an early turn and of a late one."""
-    import torch
-    from transformers import DynamicCache
     early, late = max(how.turns // 8, 2), how.turns - 1  # each with its two neighbours
     figures = {}
     for history in ("full", "window:2"):
@@ -235,10 +227,6 @@ def learner_flops(model, rows, tokens, sampled):
 
 def limit(how, model, tokenizer):
     """Shares of the measured matrix-product rate and copy bandwidth that the learner and decoding reach."""
-    import torch
-
-    from rollout import Chat
-    from sampling import sampler
     dtype, device = model.dtype, model.device
     a, b = torch.randn(2, SQUARE, SQUARE, device=device).to(dtype)
     rate = 2 * SQUARE ** 3 / min(clock(lambda: a @ b) for _ in range(6))
@@ -255,8 +243,7 @@ def limit(how, model, tokenizer):
     base = model.get_base_model()
     parts = [m.weight for m in model.modules() if isinstance(m, torch.nn.Linear)]  # the head too, tied or not
     numbers = sum(w.numel() for w in parts)
-    chat, config = Chat(tokenizer), base.config
-    chat.end_ids = frozenset([config.vocab_size])
+    chat, config = EndlessChat(tokenizer, base.config.vocab_size), base.config
     short, long = how.new_tokens, 3 * how.new_tokens
     head_dim = getattr(config, "head_dim", config.hidden_size // config.num_attention_heads)
     per_token = 2 * config.num_hidden_layers * config.num_key_value_heads * head_dim * dtype.itemsize

@@ -1,9 +1,9 @@
 """What a phase of training takes in memory, counted on PyTorch's meta device from a model's configuration alone.
 
-    model = on_meta(AutoConfig.from_pretrained("Qwen/Qwen3-4B"), rank=16)
-    learn(model, 8192, 4096) / 2**30        # GiB of a micro-batch beyond weights, adapter, gradients and optimizer
+    build = builder(AutoConfig.from_pretrained("Qwen/Qwen3-4B"), rank=16)
+    learn(build(), 8192, 4096) / 2**30        # GiB of a micro-batch beyond weights, adapter, gradients and optimizer
 
-The program's own code (`token_logps`, the backward pass, a turn of sampling) runs there, where a tensor has a shape and no
+The program's own code (`token_logps`, the backward pass, the sampler's probabilities) runs there, where a tensor has a shape and no
 content, and every storage that is alive is counted. So nothing is downloaded, no memory is needed, and a change of the
 code changes the count. What that leaves out, and what is put in its place:
 
@@ -14,13 +14,21 @@ code changes the count. What that leaves out, and what is put in its place:
 4. A layer that transformers computes with kernels of other packages where these are installed (the recurrent ones of
    Qwen3.5) is counted as it runs without them.
 
-What fits on a card: plan.py. Against measurements: tests/test_plan.py.
+What fits on a card: presets.py and plan.py. Against measurements: tests/test_plan.py.
 """
+import copy
+import functools
 import weakref
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
+from transformers import AutoModelForCausalLM, DynamicCache
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from rl.learner import add_gradient, token_logps
+from rl.model import add_lora
+from rl.sampling import unnormalised
 
 
 class Live(TorchDispatchMode):
@@ -74,32 +82,40 @@ def fused_attention(module, query, key, value, attention_mask, **_):
     return Fused.apply(query, key, value).transpose(1, 2).contiguous(), None
 
 
-def on_meta(config, dtype=torch.bfloat16, rank=0, checkpointing=False):
-    """The model on the meta device, with a LoRA adapter if `rank` says so."""
-    from transformers import AutoModelForCausalLM
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
-    from model import add_lora
-
+def builder(config, dtype=torch.bfloat16, rank=0, checkpointing=False):
+    """build(layers=None) -> the model on the meta device, or one with so many layers, with a LoRA adapter if `rank` says so."""
     ALL_ATTENTION_FUNCTIONS.register("fused-plan", fused_attention)
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="fused-plan").requires_grad_(False)
-        if rank:
-            model = add_lora(model, rank)
-    if checkpointing:
-        (model.get_base_model() if rank else model).gradient_checkpointing_enable(
-            gradient_checkpointing_kwargs={"use_reentrant": False})
-    return model.train(checkpointing)
+
+    @functools.cache
+    def build(layers=None):
+        own = copy.deepcopy(config)
+        if layers:
+            own.num_hidden_layers = layers
+            if getattr(own, "layer_types", None):
+                own.layer_types = own.layer_types[:layers]
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(own, dtype=dtype, attn_implementation="fused-plan").requires_grad_(False)
+            if rank:
+                model = add_lora(model, rank)
+        if checkpointing:
+            causal_of(model).gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        return model.train(checkpointing)
+
+    return build
+
+
+def causal_of(model):
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 def weight_bytes(model, bits):
     """(the base model's weights, the largest layer when it is unpacked) in bytes."""
-    causal = model.get_base_model() if hasattr(model, "get_base_model") else model
-    packed = {id(m.weight): m.weight.numel() for m in causal.modules() if isinstance(m, torch.nn.Linear)
+    causal = causal_of(model)
+    packed = {f"{name}.weight": m.weight.numel() for name, m in causal.named_modules() if isinstance(m, torch.nn.Linear)
               and m is not causal.get_output_embeddings() and not m.weight.requires_grad} if bits == 4 else {}
-    others = {id(p): p.nbytes for p in causal.parameters() if not p.requires_grad and id(p) not in packed}
+    others = sum(p.nbytes for name, p in causal.named_parameters() if not p.requires_grad and name not in packed)
     packed_bytes = sum(n * (1 / 2 + 1 / 64 + 4 / (64 * 256)) for n in packed.values())
-    return sum(others.values()) + packed_bytes, 2 * max(packed.values(), default=0)
+    return others + packed_bytes, 2 * max(packed.values(), default=0)
 
 
 # The phases: bytes beyond weights, adapter, gradients and optimizer
@@ -111,7 +127,7 @@ def working(model, work) -> int:
     return live.most - before
 
 
-def rows_on_meta(tokens, length, sampled):
+def rows_on_meta(tokens, length, sampled=0.5):
     """ids [B, T] on meta, mask [B, T] on the CPU: it is the mask's content that counts the logits."""
     mask_BT = torch.zeros(max(1, tokens // length), length, dtype=torch.bool)
     mask_BT[:, length - max(1, int(sampled * length)):] = True
@@ -121,9 +137,6 @@ def rows_on_meta(tokens, length, sampled):
 
 def learn(model, tokens, length, sampled=0.5):
     """Forward and backward pass of a micro-batch, the gradients not counted."""
-    from learner import add_gradient
-    from model import token_logps
-
     trainable = [p for p in model.parameters() if p.requires_grad]
     for p in trainable:
         p.grad = torch.empty_like(p)  # they are there already
@@ -138,63 +151,9 @@ def learn(model, tokens, length, sampled=0.5):
     return bytes_
 
 
-def answers(model, tokens, length, sampled):
-    """[N, D]: the hidden states that predict the sampled tokens, as `teacher.hidden` gives them."""
-    from teacher import parts_of
-
-    ids_BT, mask_BT = rows_on_meta(tokens, length, sampled)
-    rows, columns = mask_BT[:, 1:].nonzero(as_tuple=True)
-    return parts_of(model)[0](input_ids=ids_BT, use_cache=False).last_hidden_state[rows, columns]
-
-
-def teach(model, tokens, length, top_k=0, sampled=0.5):
-    """`teacher.consult` of a micro-batch; what it has found is on the CPU at once."""
-    from teacher import CHUNK, buckets, logits
-
-    @torch.no_grad()
-    def work():
-        found = []
-        for part in answers(model, tokens, length, sampled).split(CHUNK):
-            logits_NV = logits(model, part, 1.0)
-            own = torch.zeros(len(part), top_k // 2, dtype=torch.long, device="meta")
-            top = torch.cat([own, logits_NV.scatter(1, own, -torch.inf).topk(top_k - top_k // 2).indices], 1)
-            found.append(buckets(logits_NV, top).log_softmax(1))
-
-    return working(model, work)
-
-
-def distil(model, tokens, length, top_k=0, sampled=0.5):
-    """`teacher.distill` of a micro-batch."""
-    from torch.utils.checkpoint import checkpoint
-
-    from distill import distill_loss
-    from learner import add_gradient
-    from teacher import CHUNK, buckets, logits
-
-    trainable = [p for p in model.parameters() if p.requires_grad]
-
-    def work():
-        hidden_ND = answers(model, tokens, length, sampled)
-        width = top_k + 1 if top_k else model.get_output_embeddings().weight.shape[0]
-        logp = torch.empty(len(hidden_ND), width, device="meta")
-        top = torch.zeros(len(hidden_ND), top_k, dtype=torch.long, device="meta")
-        weights = torch.ones(len(hidden_ND), device="meta")
-
-        def numerator(hidden, weights, top, logp):
-            return distill_loss(buckets(logits(model, hidden, 1.0), top)[None], logp[None], weights[None],
-                                torch.ones_like(weights)[None])[0]
-
-        parts = zip(*(tensor.split(CHUNK) for tensor in (hidden_ND, weights, top, logp)))
-        add_gradient(sum(checkpoint(numerator, *part, use_reentrant=False) for part in parts), trainable)
-
-    return working(model, work)
-
-
 def roll(model, rows, length):
     """(cache, rest) of a turn of `rows` episodes of `length` tokens: encoding all of it, or sampling its last token."""
-    from transformers import DynamicCache
-
-    causal = model.get_base_model() if hasattr(model, "get_base_model") else model
+    causal = causal_of(model)
     kinds = getattr(causal.config, "layer_types", None) or []
     dense = all(kind == "full_attention" for kind in kinds)
     size = {}
@@ -205,9 +164,9 @@ def roll(model, rows, length):
             mask = torch.ones(rows, 1, new, so_far + new, dtype=torch.bool, device="meta") if dense else None
             ids = torch.zeros(rows, new, dtype=torch.long, device="meta")
             scores_NV = causal(input_ids=ids, attention_mask=mask, use_cache=True, cache=cache, logits_to_keep=1,
-                               position_ids=torch.zeros_like(ids)).logits[:, -1].float()
-            p_NV = scores_NV.sub(scores_NV.amax(1, keepdim=True)).exp_()  # as the sampler does, but for what depends on contents
-            torch.nn.functional.pad(p_NV, (0, -p_NV.shape[1] % 1024))
+                               position_ids=torch.zeros_like(ids)).logits[:, -1]
+            p_NV = unnormalised(scores_NV, 1.0)
+            torch.nn.functional.pad(p_NV, (0, -p_NV.shape[1] % 1024))  # of `draw_tokens`, all but what depends on contents
 
         cache = DynamicCache(config=causal.config)
         step(length - 1, 0)
@@ -230,24 +189,16 @@ def period_of(layers, kinds) -> int:
     return next(n for n in range(1, len(looks) + 1) if len(looks) % n == 0 and looks == looks[:n] * (len(looks) // n))
 
 
-def deep(phase, model, *args):
+def deep(phase, build, *args):
     """`phase(model, *args)`, run with two and three periods of layers: each further one adds the same bytes. (The peak of a
     single one can lie elsewhere.)"""
-    from teacher import parts_of
-
-    backbone = parts_of(model)[0]
+    backbone = causal_of(build()).base_model
     layers = backbone.layers
     period = period_of(layers, getattr(backbone.config, "layer_types", None) or [""] * len(layers))
     more = len(layers) // period - 3
     if more < 3:  # nothing to gain
-        return phase(model, *args)
-    try:
-        backbone.layers = layers[:2 * period]
-        two = phase(model, *args)
-        backbone.layers = layers[:3 * period]
-        three = phase(model, *args)
-    finally:
-        backbone.layers = layers
+        return phase(build(), *args)
+    two, three = (phase(build(periods * period), *args) for periods in (2, 3))
     if isinstance(three, tuple):
         return tuple(b + more * (b - a) for a, b in zip(two, three, strict=True))
     return three + more * (three - two)

@@ -10,11 +10,11 @@ environment's hints, so that the model learns to follow a hint. `gold` plays the
 import random
 
 import torch
+from tqdm import tqdm
 
 from envs import BadInput, Env, make_env
-from learner import add_gradient, in_micro_batches, pad
-from model import token_logps
-from rollout import Request, rollout
+from rl.learner import add_gradient, in_micro_batches, pad, token_logps
+from rl.rollout import Request, rollout
 
 
 class Play(Env):
@@ -95,8 +95,6 @@ def supervise(model, rows, pad_id, *, steps: int, batch: int, lr: float, seed: i
 
 def warm_up(config, model, chat, options, tasks, limits):
     """Supervised steps on scripted play of training tasks, before step 1."""
-    from tqdm import tqdm
-
     env = make_env(config.env, options)
     needed, rows = config.warm_start_steps * config.warm_start_batch, []
     drawn = random.Random(f"warm start {config.seed}").choices(tasks, k=needed)

@@ -1,38 +1,83 @@
-"""A run's folder: what is written while training, and how it is read back.
-
-    python runs.py curve.png runs/keydoor__grpo__none__*       # several runs in one picture
+"""A run's folder and its checkpoints, Ctrl-C, and one line for what the user can mend.
 
     runs/<env>__<algo>__<enrich>__<seed>/
         config.json         options, versions, commit
         metrics.jsonl       one line a step              rollouts.jsonl      one line an episode
         evaluations.jsonl   one line an evaluation       curve.png
-        tokens.jsonl        with --log-tokens N: N episodes a step once more, with their tokens (log_tokens)
+        tokens.jsonl        with --log-tokens N: N episodes a step once more, with their tokens (tokens.py)
         adapter/            the trained adapter in PEFT's format
         checkpoint/         adapter, optimizer and step: written beside, then renamed; checkpoint.old/ is the one before
 """
+import argparse
 import contextlib
 import dataclasses
 import hashlib
 import importlib.metadata
 import io
 import json
-import math
-import os
-import resource
+import logging
 import shutil
 import signal
 import subprocess
 import sys
 import threading
+import warnings
 from pathlib import Path
 
-from envs import BadInput
+from envs import BadInput, plain
+from rl.logs import keep_rows, read, replace_file
+
+
+# The command line
+
+class OneLine:
+    """For an argparse parser: what is wrong is one line."""
+
+    def error(self, message):
+        raise BadInput(f"{message} (see --help)")
+
+
+class Parser(OneLine, argparse.ArgumentParser):
+    pass
+
+
+def cli(main):
+    """Run a script's main: what the user can mend is one line on stderr and exit code 2."""
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # says on every start that CPU kernels are not there
+    warnings.filterwarnings("ignore", message=".*gradient_checkpointing")  # old names, in peft and here
+    try:
+        main()
+    except BadInput as error:
+        print(plain(f"error: {error}"), file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt as stop:
+        print(str(stop) or "stopped: the same command with --resume goes on from what was saved last", file=sys.stderr)
+        sys.exit(130)
+    except FloatingPointError as error:
+        print(f"error: {error}; lower --lr, and --resume if a checkpoint was saved before", file=sys.stderr)
+        sys.exit(2)
+    except (OSError, RuntimeError) as error:  # RuntimeError: what torch's writer says of a full disk
+        if type(error).__name__ == "OutOfMemoryError":
+            print("error: out of memory: lower --num-envs, and --resume if a checkpoint was saved before; or start with a lower "
+                  "--max-context (python plan.py says what fits)", file=sys.stderr)
+            sys.exit(2)
+        if not disk_is_full(error):
+            raise
+        print(f"error: the disk is full ({str(error).splitlines()[0]}): make room, then --resume", file=sys.stderr)
+        sys.exit(2)
+
+
+def disk_is_full(error) -> bool:
+    return any(words in str(error) for words in ("No space left", "Disk quota", "File too large"))
+
+
+# The folder
 
 
 @contextlib.contextmanager
 def run_folder(config, algorithm, resuming=None):
     """(the run's folder, the first step to do). A command that proves wrong before the first step leaves no folder.
-    resuming(folder, config, algorithm) -> the last step that is done; default: `resume`."""
+    resuming(folder, config, algorithm) -> the last step that is done; default: `last_step`."""
     folder, first_step = open_folder(config, algorithm, resuming)
     before = folder.with_name(folder.name + ".before")  # what --overwrite replaces, until a first step is done
     try:
@@ -57,7 +102,7 @@ def open_folder(config, algorithm, resuming=None) -> tuple[Path, int]:
     if folder.exists() and not folder.is_dir():
         raise BadInput(f"{folder} is a file: choose another --out")
     if config.resume:
-        return folder, (resuming or resume)(folder, config, algorithm) + 1
+        return folder, (resuming or last_step)(folder, config, algorithm) + 1
     if folder.exists() and any(folder.iterdir()):
         if not config.overwrite:
             raise BadInput(f"the folder {folder} exists: pass --resume to go on, --overwrite to start again, or another "
@@ -74,8 +119,8 @@ def open_folder(config, algorithm, resuming=None) -> tuple[Path, int]:
     return folder, 1
 
 
-def resume(folder, config, algorithm) -> int:
-    """The step to go on from, 0 where none was saved yet; refuses another run's options, and cuts off what was logged after
+def last_step(folder, config, algorithm) -> int:
+    """The last step that is done, 0 where none was saved yet; refuses another run's options, and cuts off what was logged after
     the checkpoint."""
     same_options(folder, config, algorithm, FREE)
     step = checkpoint_step(folder)
@@ -85,7 +130,7 @@ def resume(folder, config, algorithm) -> int:
     if step >= config.steps and config.steps in done:
         raise BadInput(f"the run in {folder} has done its {step} steps; to go on, raise --steps")
     for name in ("metrics.jsonl", "rollouts.jsonl", "evaluations.jsonl", "tokens.jsonl"):
-        cut(folder / name, lambda row: 0 < step >= row["step"])
+        keep_rows(folder / name, lambda row: 0 < step >= row["step"])
     return step
 
 
@@ -115,7 +160,7 @@ def about(folder) -> dict:
 def write_config(folder, config, algorithm):
     """Options, versions and commit."""
     versions = {name: importlib.metadata.version(name) for name in ("torch", "transformers", "peft")}
-    replace(folder / "config.json", json.dumps({"algorithm": algorithm, **dataclasses.asdict(config), "commit": commit(),
+    replace_file(folder / "config.json", json.dumps({"algorithm": algorithm, **dataclasses.asdict(config), "commit": commit(),
                                                 "python": sys.version.split()[0], "versions": versions}, indent=2) + "\n")
 
 
@@ -126,47 +171,7 @@ def commit() -> str:
     return done.stdout.strip()
 
 
-def append(path, row: dict):
-    """One line of JSON; a number that is not finite becomes null."""
-    row = {key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in row.items()}
-    with open(path, "a") as file:
-        file.write(json.dumps(row) + "\n")
-
-
-def each(path):
-    """The rows of a file of JSON lines, one at a time."""
-    if not Path(path).exists():
-        return
-    with open(path, "rb") as file:
-        for number, line in enumerate(file, 1):
-            try:
-                row = json.loads(line)
-            except ValueError as error:
-                if next(file, None) is None:  # only the last line can be one that a stop cut in half
-                    return
-                raise BadInput(f"{path}, line {number}, is not JSON: {error}") from error
-            yield row
-
-
-def read(path) -> list[dict]:
-    return list(each(path))
-
-
-def cut(path, keep):
-    """Leave only the rows with keep(row) in a file, if there is one."""
-    if path.exists():
-        with open(f"{path}.new", "w") as file:
-            file.writelines(json.dumps(row) + "\n" for row in each(path) if keep(row))
-        os.replace(f"{path}.new", path)
-
-
-def replace(path, text: str):
-    """Write beside, then rename: a reader sees the old file or the new one."""
-    beside = f"{path}.new"
-    with open(beside, "w") as file:
-        file.write(text)
-    os.replace(beside, path)
-
+# Stopping and going on
 
 @contextlib.contextmanager
 def interrupts():
@@ -244,105 +249,3 @@ def checkpoint_step(folder) -> int:
     if refused:
         raise BadInput(f"no checkpoint can be used ({'; '.join(refused)}): start again with --overwrite")
     return 0
-
-
-def record(step, trajectory) -> dict:
-    """An episode as a line of rollouts.jsonl."""
-    return {"step": step, "task": trajectory.task, "group": trajectory.group, "seed": trajectory.seed,
-            "enriched": trajectory.enriched, "success": trajectory.success, "end": trajectory.end,
-            "reward": trajectory.reward if math.isfinite(trajectory.reward) else None, "error": trajectory.error,
-            "first_observation": trajectory.first_observation,
-            "turns": [{**({"hint": turn.hint} if turn.hint else {}), "action": turn.action,
-                       "observation": turn.observation, "valid": turn.valid} for turn in trajectory.turns]}
-
-
-def log_tokens(path, chat, recorded, rows, **numbers):
-    """A line of tokens.jsonl: an episode's line of rollouts.jsonl and the rows that were trained on, token by token: its
-    text, 1 where the policy sampled it, and, for the sampled ones, each of `numbers` ([T], row after row)."""
-    flat = {name: iter(values) for name, values in numbers.items()}
-    append(path, {**recorded, "rows": [
-        {"tokens": [chat.tokenizer.decode([i]) for i in ids], "mask": mask,
-         **{name: [round(float(next(values)), 4) for own in mask if own] for name, values in flat.items()}}
-        for ids, mask in rows]})
-
-
-def mean(values) -> float:
-    return float(sum(values)) / len(values) if values else 0.0
-
-
-def episode_metrics(played, group) -> dict:
-    """What docs/grpo.md explains: means over the episodes, turns or groups that were sampled."""
-    turns = [turn for t in played for turn in t.turns]
-    rewards = [{t.reward for t in played[n:n + group] if t.reward == t.reward} for n in range(0, len(played), group)]
-    known = [t.reward for t in played if t.reward == t.reward]
-    return {"reward": mean(known) if known else math.nan,
-            "success": mean([t.success for t in played]), "enriched_fraction": mean([t.enriched for t in played]),
-            "groups_sampled": len(rewards), "dead_group_fraction": mean([len(values) < 2 for values in rewards]),
-            "turns": mean([len(t.turns) for t in played]), "tokens": mean([t.length for t in played]),
-            "valid_action_fraction": mean([turn.valid for turn in turns]),
-            "length_stop_fraction": mean([turn.stop == "length" for turn in turns]),
-            **{f"success_{name}": mean([t.success for t in played if t.enriched == enriched]) for name, enriched in
-               (("hinted", True), ("plain", False)) if any(t.enriched == enriched for t in played)},
-            **({"abstention": mean(asked)} if (asked := abstentions(played)) else {}),
-            **{f"end_{end}": mean([t.end == end for t in played]) for end in sorted({t.end for t in played})}}
-
-
-def abstentions(played) -> list[float]:
-    """For each episode that was asked for what cannot be done, the share of such turns in which it abstained."""
-    return [t.info["abstained"] / t.info["abstain_turns"] for t in played if t.info.get("abstain_turns")]
-
-
-def speed(played, learn_tokens, rollout_seconds, learn_seconds) -> dict:
-    """Seconds, the policy's own tokens per second, and memory."""
-    return {"rollout_seconds": rollout_seconds, "learn_seconds": learn_seconds,
-            "rollout_tokens_per_second": sum(t.length for t in played) / rollout_seconds,
-            "learn_tokens_per_second": learn_tokens / learn_seconds, "peak_memory_bytes": peak_memory()}
-
-
-def tensorboard(folder, first_step):
-    from torch.utils.tensorboard import SummaryWriter
-
-    return SummaryWriter(folder, purge_step=first_step)  # of a run that is resumed, what came after its checkpoint is hidden
-
-
-def peak_memory() -> int:
-    """Bytes: of the GPU if there is one, else of this process."""
-    import torch
-
-    if torch.cuda.is_available():
-        return torch.cuda.max_memory_allocated()
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-
-
-def draw_curve(folders, path):
-    """Training reward and hint-free success over steps: one run with its intervals, or several laid over each other."""
-    import matplotlib
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(6.4, 3.6))
-    for number, folder in enumerate(map(Path, folders)):
-        metrics, evaluations = read(folder / "metrics.jsonl"), read(folder / "evaluations.jsonl")
-        colour, name = f"C{number}", folder.name if len(folders) > 1 else ""
-        axes.plot([row["step"] for row in metrics], [row["reward"] for row in metrics], color=colour, alpha=0.25,
-                  label=None if name else "training reward")
-        for split, marker in (("valid", "o-"), ("test", "s")):
-            rows = [row for row in evaluations if row["split"] == split and row["policy"] == "trained"]
-            if rows:
-                errors = [[abs(row["success"] - row["interval"][side]) for row in rows] for side in (0, 1)]
-                axes.errorbar([row["step"] for row in rows], [row["success"] for row in rows], None if name else errors,
-                              fmt=marker, color=colour, markersize=4, capsize=2,
-                              label=f"success, {split} tasks (95 %)" if not name else name if split == "valid" else None)
-    axes.set(xlabel="training step", ylim=(-0.02, 1.02), ylabel="success without hints" if len(folders) > 1 else "",
-             title="" if len(folders) > 1 else Path(folders[0]).name)
-    axes.legend(fontsize=8)
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
-
-
-if __name__ == "__main__":
-    if len(sys.argv) < 3 or not sys.argv[1].endswith(".png") or not all(map(os.path.isdir, sys.argv[2:])):
-        print("error: usage: python runs.py PICTURE.png RUN...", file=sys.stderr)
-        sys.exit(2)
-    draw_curve(sys.argv[2:], sys.argv[1])

@@ -1,11 +1,8 @@
-"""The policy: a Hugging Face causal LM with a LoRA adapter, and the log-probs of the tokens it sampled.
+"""A Hugging Face causal LM with a LoRA adapter: loading, adapters, the reference, the optimizer.
 
-    from model import load_model, add_lora, token_logps
-    python model.py --plan --model Qwen/Qwen3-4B --gpu 24      # does it fit? (plan.py)
-
-`token_logps` is the one function for new, old and reference log-probs, so their ratios carry no error of a second
-code path. It projects the hidden states to logits only where a token was sampled, in chunks, with a softmax in fp32,
-and makes them again in the backward pass: at a vocabulary of 151,936 the logits of 256 tokens take 0.15 GiB in fp32.
+    from rl.model import load_model, add_lora
+    base, tokenizer = load_model("Qwen/Qwen3-4B", bits=4)
+    model = add_lora(base, rank=16)
 """
 import copy
 import json
@@ -70,6 +67,19 @@ def add_lora(model, rank: int = 16, alpha: float | None = None, seed: int = 0):
         task_type="CAUSAL_LM"))).eval()
 
 
+class InInputType(torch.nn.Linear):
+    """A linear layer that computes in the type of what it is given; its weights and gradients stay what they are, fp32."""
+
+    def __init__(self, linear):
+        torch.nn.Module.__init__(self)
+        self.in_features, self.out_features, self.weight, self.bias = (
+            linear.in_features, linear.out_features, linear.weight, linear.bias)
+
+    def forward(self, x):
+        bias = None if self.bias is None else self.bias.to(x.dtype)
+        return torch.nn.functional.linear(x, self.weight.to(x.dtype), bias)
+
+
 def in_input_dtype(model):
     """Let adapters compute in the type of what they are given, with weights and gradients in fp32.
 
@@ -78,14 +88,12 @@ def in_input_dtype(model):
     """
     from peft.tuners.lora import LoraLayer
 
-    def cast(linear):
-        return lambda x: torch.nn.functional.linear(x, linear.weight.to(x.dtype))
-
     for layer in model.modules():
-        if isinstance(layer, LoraLayer):
-            layer.cast_input_dtype_enabled = False
-            for linear in (*layer.lora_A.values(), *layer.lora_B.values()):
-                linear.forward = cast(linear)
+        if isinstance(layer, LoraLayer) and layer.get_base_layer().weight.dtype != torch.float32:
+            layer.cast_input_dtype_enabled = False  # PEFT's own switch
+            for parts in (layer.lora_A, layer.lora_B):
+                for name, linear in list(parts.items()):
+                    parts[name] = linear if isinstance(linear, InInputType) else InInputType(linear)
     return model
 
 
@@ -123,6 +131,14 @@ def freeze_reference(model):
     in_input_dtype(model)
 
 
+def load_reference(model, checkpoint: str):
+    """The frozen reference that a checkpoint holds, if it holds one."""
+    if os.path.isdir(os.path.join(checkpoint, "reference")):
+        model.load_adapter(os.path.join(checkpoint, "reference"), "reference")
+        model.set_adapter("default")  # PEFT 0.20 leaves it without gradients
+        in_input_dtype(model)
+
+
 @contextmanager
 def reference(model):
     """Inside, `model` is the reference policy: the adapter "reference" if there is one, else no adapter."""
@@ -137,70 +153,6 @@ def reference(model):
         model.set_adapter("default")
 
 
-class ScoreTokens(torch.autograd.Function):
-    """[N, D] hidden states, the head's [V, D] weight, [N] targets -> their log-probs and the entropies, [N] each, in fp32.
-
-    Logits exist for `chunk` tokens at a time, in one buffer for all chunks, and are made again in the backward pass.
-    """
-
-    @staticmethod
-    def forward(ctx, hidden_ND, weight_VD, targets_N, temperature, chunk):
-        ctx.save_for_backward(hidden_ND, weight_VD, targets_N)
-        ctx.how, scored, p_CV = (temperature, chunk), [], None
-        for logits_CV, targets_C in chunks(hidden_ND, weight_VD, targets_N, temperature, chunk):
-            p_CV = torch.empty_like(logits_CV) if p_CV is None else p_CV[:len(logits_CV)]
-            logits_CV.sub_(logits_CV.amax(1, keepdim=True))
-            norm_C = torch.exp(logits_CV, out=p_CV).sum(1)
-            mean_C = torch.bmm(p_CV[:, None], logits_CV[:, :, None]).flatten() / norm_C
-            scored.append((logits_CV.gather(1, targets_C[:, None])[:, 0] - norm_C.log(), norm_C.log() - mean_C))
-        logp_N, entropy_N = map(torch.cat, zip(*scored))
-        ctx.mark_non_differentiable(entropy_N)
-        return logp_N, entropy_N
-
-    @staticmethod
-    def backward(ctx, grad_N, _):
-        hidden_ND, weight_VD, targets_N = ctx.saved_tensors
-        grads, at = [], 0
-        for p_CV, targets_C in chunks(hidden_ND, weight_VD, targets_N, *ctx.how):
-            p_CV.sub_(p_CV.amax(1, keepdim=True)).exp_()
-            grad_C = grad_N[at:at + len(p_CV)] / ctx.how[0]
-            p_CV.mul_((-grad_C / p_CV.sum(1))[:, None])
-            p_CV.scatter_add_(1, targets_C[:, None], grad_C[:, None])  # grad (1[target] - p) / temperature
-            grads.append(p_CV.to(weight_VD.dtype) @ weight_VD)
-            at += len(p_CV)
-        return torch.cat(grads), None, None, None, None
-
-
-def chunks(hidden_ND, weight_VD, targets_N, temperature, chunk):
-    """([C, V] logits in fp32, [C] targets), chunk by chunk; the logits of one are gone when the next are asked for."""
-    shape = min(chunk, len(hidden_ND)), len(weight_VD)
-    raw_CV = hidden_ND.new_empty(shape)
-    logits_CV = raw_CV if raw_CV.dtype == torch.float32 else raw_CV.new_empty(shape, dtype=torch.float32)
-    for hidden_CD, targets_C in zip(hidden_ND.split(chunk), targets_N.split(chunk)):
-        size = len(hidden_CD)
-        torch.mm(hidden_CD, weight_VD.t(), out=raw_CV[:size])
-        logits_CV[:size].copy_(raw_CV[:size])
-        yield (logits_CV[:size] if temperature == 1 else logits_CV[:size].div_(temperature)), targets_C
-
-
-def token_logps(model, ids_BT, mask_BT, temperature: float = 1.0, chunk: int = 256):
-    """Log-probs and entropies of the masked tokens: ([B, T], [B, T]) in fp32, in nats, 0 where the mask is 0.
-
-    ids_BT: token ids, padded on the right, where causal attention never sees a pad, so no attention mask is needed.
-    mask_BT: 1 where the policy sampled the token (never in column 0). `temperature` is that of the sampling.
-    """
-    causal = model.get_base_model() if hasattr(model, "get_base_model") else model
-    hidden_BTD = causal.base_model(input_ids=ids_BT, use_cache=False).last_hidden_state
-    rows, columns = mask_BT[:, 1:].nonzero(as_tuple=True)  # the token in column t + 1 is predicted at t
-    logp_BT = torch.zeros(ids_BT.shape, dtype=torch.float32, device=ids_BT.device)
-    if not len(rows):
-        return logp_BT, logp_BT.clone()
-    logp_N, entropy_N = ScoreTokens.apply(hidden_BTD[rows, columns], causal.get_output_embeddings().weight,
-                                          ids_BT[rows, columns + 1], temperature, chunk)
-    where = (rows, columns + 1)
-    return logp_BT.index_put(where, logp_N), logp_BT.index_put(where, entropy_N)
-
-
 def make_optimizer(model, lr: float, name: str = "adamw"):
     """AdamW over the trainable parameters, without weight decay; "paged_adamw_8bit" keeps its state in 8 bits."""
     parameters = [p for p in model.parameters() if p.requires_grad]
@@ -210,9 +162,3 @@ def make_optimizer(model, lr: float, name: str = "adamw"):
         from bitsandbytes.optim import PagedAdamW8bit
         return PagedAdamW8bit(parameters, lr=lr, weight_decay=0.0)
     raise ValueError(f"optimizer must be adamw or paged_adamw_8bit, got {name!r}")
-
-
-if __name__ == "__main__":
-    from plan import main
-    from train import cli
-    cli(main)

@@ -1,0 +1,92 @@
+"""The cache of keys and values, kept from one turn to the next. sampling.py samples the same without it.
+
+An episode's next prompt mostly extends its last prompt and action, so only what is new has to be encoded; and the
+episodes of a group begin with one prompt, which is encoded once. Three things make that exact:
+
+1. A kept cache is a batch of columns with holes: pads of earlier turns, and tokens after an end. The attention mask
+   covers them, and `generate` counts positions along the mask, so a token's position is its place in its own episode.
+   Where the columns are a quarter more than the longest episode, they are packed anew (`pack`).
+2. Rows are chosen by their ids: a prompt takes the cache of a row that it begins with, token by token, or none.
+3. That works where every layer attends to all earlier tokens. A recurrent or sliding-window layer would see the holes,
+   so for such a model every prompt is encoded anew (`keeps_cache`).
+
+The last sampled token of an action is never fed to the model by `generate`: it comes with the next prompt.
+"""
+import torch
+from transformers import DynamicCache
+
+
+def keeps_cache(model) -> bool:
+    """Does every layer of the model attend to all earlier tokens?"""
+    kinds = getattr(model.config, "layer_types", None)
+    full = all(kind == "full_attention" for kind in kinds) if kinds else not getattr(model.config, "sliding_window", None)
+    return full and not getattr(model, "_is_stateful", False)  # stateful: with recurrent layers
+
+
+def left_pad(rows, pad_id, device):
+    """Rows of ids -> ids_NT, mask_NT, padded on the left."""
+    width = max(map(len, rows))
+    return (torch.tensor([[pad_id] * (width - len(row)) + list(row) for row in rows], device=device),
+            torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows], device=device))
+
+
+class Kept:
+    """Of the rows that were played last: the cache, the ids of each row, and `real_NP`, 1 where a column holds a token of the row.
+
+    rows: prompts, and with `actions` what `generate` has sampled after them: all of its `sampled` columns but the last are there.
+    """
+
+    def __init__(self, cache, rows, mask_NT, actions=None, sampled=1):
+        actions = actions or [[]] * len(rows)
+        own_NT = [[int(n < len(action)) for n in range(sampled - 1)] for action in actions]
+        own_NT = torch.tensor(own_NT, device=mask_NT.device).long().reshape(len(rows), sampled - 1)
+        self.cache, self.real_NP = cache, torch.cat([mask_NT, own_NT], 1)
+        self.row_of = {tuple(row + action): n for n, (row, action) in enumerate(zip(rows, actions))}
+        self.lengths = sorted(set(map(len, self.row_of)), reverse=True)
+
+    def find(self, prompt):
+        """The row whose ids the prompt extends by at least one token, or None."""
+        for length in self.lengths:
+            if length < len(prompt) and (row := self.row_of.get(tuple(prompt[:length]))) is not None:
+                return row
+        return None
+
+
+def begin(causal, kept, prompts, pad_id):
+    """(ids_NT, mask_NT, cache) for `generate`: of the columns that the cache has, only the width counts in ids_NT."""
+    found = [kept.find(prompt) for prompt in prompts] if kept else []
+    if not any(row is not None for row in found):
+        kept = encode_once(causal, prompts, pad_id)
+        found = [kept.find(prompt) for prompt in prompts] if kept else []
+    if kept:
+        cache, index = kept.cache, torch.tensor([row or 0 for row in found], device=causal.device)
+        cache.batch_select_indices(index)
+        real_NP = pack(cache, kept.real_NP[index] * torch.tensor([[row is not None] for row in found], device=causal.device))
+    else:
+        cache, real_NP = DynamicCache(config=causal.config), torch.zeros(len(prompts), 0, dtype=torch.long, device=causal.device)
+    new_NT, new_mask_NT = left_pad([p[start:] for p, start in zip(prompts, real_NP.sum(1).tolist())], pad_id, causal.device)
+    return torch.cat([torch.full_like(real_NP, pad_id), new_NT], 1), torch.cat([real_NP, new_mask_NT], 1), cache
+
+
+def encode_once(causal, prompts, pad_id):
+    """Kept of the different prompts among `prompts`, each without its last token, or None where all differ."""
+    different = [list(p[:-1]) for p in dict.fromkeys(map(tuple, prompts))]
+    if len(different) == len(prompts) or not all(different):
+        return None
+    ids_NP, real_NP = left_pad(different, pad_id, causal.device)
+    cache = DynamicCache(config=causal.config)
+    causal.base_model(input_ids=ids_NP, attention_mask=real_NP, position_ids=(real_NP.cumsum(1) - 1).clamp(min=0),
+                      use_cache=True, cache=cache)
+    return Kept(cache, different, real_NP)
+
+
+def pack(cache, real_NP):
+    """Move the tokens of each row to the right, so that holes go; returns the mask that is left. Keys carry their positions."""
+    width = int(real_NP.sum(1).max())
+    if real_NP.shape[1] <= 1.25 * width:
+        return real_NP
+    order_NP = real_NP.argsort(dim=1, stable=True)[:, -width:]  # holes first, then tokens in their order
+    for layer in cache.layers:
+        index = order_NP[:, None, :, None].expand(-1, layer.keys.shape[1], -1, layer.keys.shape[3])
+        layer.keys, layer.values = layer.keys.gather(2, index), layer.values.gather(2, index)
+    return real_NP.gather(1, order_NP)

@@ -1,0 +1,101 @@
+"""Prompts as token ids, through a tokenizer's chat template, which text from outside cannot forge.
+
+    chat = Chat(tokenizer)
+    chat.prompt([("system", "Play."), ("user", "You see a door."), ("assistant", sampled_ids), ("user", "It opens.")])
+
+A sampled action is put in as the ids that were sampled: nothing is decoded and encoded again.
+"""
+import json
+import re
+from functools import lru_cache
+
+from jinja2 import TemplateError
+
+from envs import BadInput
+
+END_TOKENS = ("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|end_of_text|>", "</s>")
+
+
+class Chat:
+    """Prompts as token ids through a tokenizer's chat template, with contents that cannot forge a turn.
+
+    The template is rendered around placeholders. Only its own text is encoded with special tokens; a content is text
+    from outside, encoded without, or a list of ids that the policy sampled, put in as it is.
+    """
+
+    def __init__(self, tokenizer, thinking: bool = False, end_ids=None):
+        self.tokenizer, self.thinking = tokenizer, thinking
+        unknown = tokenizer("\ue000", add_special_tokens=False)["input_ids"]  # a word tokenizer's <unk> may appear
+        self.added = {token.content: i for i, token in tokenizer.added_tokens_decoder.items()
+                      if len(token.content) > 1 and i not in unknown}
+        self.special_ids = frozenset(self.added.values())
+        self.special = re.compile("|".join(map(re.escape, self.added)) or "(?!)")
+        ends = [end_ids] if isinstance(end_ids, int) else list(end_ids or [])
+        ends += [self.added[token] for token in END_TOKENS if token in self.added]
+        self.end_ids = frozenset(i for i in [*ends, tokenizer.eos_token_id] if i is not None)
+        self.pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else min(self.end_ids)
+        self.think_end = self.added.get("</think>")
+        seen = self._render((("user", "\ue000"), ("assistant", "\ue001</think>\ue002"), ("user", "\ue003")))
+        self.strips_thinking = self.think_end is not None and "\ue001" not in seen
+        self.text_ids = lru_cache(maxsize=4096)(self._text_ids)
+        self.template_ids = lru_cache(maxsize=4096)(
+            lambda text: tuple(tokenizer(text, add_special_tokens=False)["input_ids"]))
+
+    def _render(self, messages, tools=None):
+        try:
+            return self.tokenizer.apply_chat_template(
+                [{"role": role, "content": content} for role, content in messages], tools=tools, tokenize=False,
+                add_generation_prompt=True, enable_thinking=self.thinking)
+        except TemplateError as error:
+            raise BadInput(f"this model's chat template refuses the conversation: {error}") from error
+
+    def _text_ids(self, text: str) -> tuple[int, ...]:
+        """Outside text -> ids, none of them an added token: such a token's text is cut after its first character. Halves of
+        surrogate pairs, which no tokenizer takes, become "?"."""
+        text = text.encode("utf-8", "replace").decode("utf-8")
+        ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        if self.special_ids.isdisjoint(ids):
+            return tuple(ids)
+        found = re.split("|".join(f"(?<={re.escape(token[0])})(?={re.escape(token[1:])})" for token in self.added), text)
+        ids = [i for piece in found for i in self.tokenizer(piece, add_special_tokens=False)["input_ids"]]
+        if self.special_ids.isdisjoint(ids):
+            return tuple(ids)  # else a normaliser made one out of other characters: encode each by itself
+        ids = [i for character in text for i in self.tokenizer(character, add_special_tokens=False)["input_ids"]]
+        return tuple(i for i in ids if i not in self.special_ids)
+
+    def history_ids(self, action_ids) -> tuple[int, ...]:
+        """What stays of a sampled action in later prompts: no end token, and no thinking if the template strips it."""
+        ids = list(action_ids)
+        if ids and ids[-1] in self.end_ids:
+            ids.pop()
+        if self.strips_thinking and self.think_end in ids:
+            ids = ids[len(ids) - ids[::-1].index(self.think_end):]
+            while ids and not self.tokenizer.decode(ids[:1]).strip():
+                ids.pop(0)
+        return tuple(ids)
+
+    def prompt(self, messages, tools=None) -> list[int]:
+        """[(role, text or sampled ids), ...] -> ids up to where the next action starts. `tools`, the schemas of an
+        environment's functions, become part of the template's own text, so no special token may stand in them."""
+        placeholders = [(role, f"\ue000{n}\ue001") for n, (role, _) in enumerate(messages)]
+        rendered = self._render(placeholders, tools)
+        if tools and rendered == self._render(placeholders):
+            raise BadInput("this model's chat template has no place for tools: let the environment's prompt list them")
+        if tools and any(token in json.dumps(tools, ensure_ascii=False) for token in self.added):
+            raise BadInput("a special token of this model stands in the environment's tools")
+        pieces = re.split("\ue000(\\d+)\ue001", rendered)
+        if [int(n) for n in pieces[1::2]] != list(range(len(messages))):
+            raise BadInput("this model's chat template drops or reorders messages; it cannot carry an episode")
+        ids = list(self.template_ids(pieces[0]))
+        for (_, content), scaffold in zip(messages, pieces[2::2]):
+            if isinstance(content, str):  # with the template's words after it, up to its next special token
+                words = self.special.split(scaffold, maxsplit=1)[0]
+                ids += self.text_ids(content.strip() + words)
+                scaffold = scaffold[len(words):]
+            else:
+                ids += content
+            ids += self.template_ids(scaffold)
+        return ids
+
+    def action_text(self, action_ids) -> str:
+        return self.tokenizer.decode([i for i in action_ids if i not in self.end_ids])

@@ -1,0 +1,296 @@
+"""From episodes to a gradient: token log-probs, micro-batches, the shares of a loss, optimizer steps.
+
+    logp_BT, entropy_BT = token_logps(model, ids_BT, mask_BT)
+    stats = update(model, optimizer, batch, advantages_N, algorithm, UpdateOptions(pad_id=...))
+
+A loss returns its micro-batch's share of the whole batch's loss (the normalisers are arguments), so the gradient does
+not depend on how rows are packed, up to rounding. Where memory runs out, rows are packed smaller, and the run goes on.
+
+`token_logps` is the one function for new, old and reference log-probs, so their ratios carry no error of a second
+code path. It projects the hidden states to logits only where a token was sampled, in chunks, with a softmax in fp32,
+and makes them again in the backward pass: at a vocabulary of 151,936 the logits of 256 tokens take 0.15 GiB in fp32.
+"""
+import gc
+import math
+import random
+import sys
+from dataclasses import dataclass
+
+import torch
+
+from envs import BadInput
+from rl.model import reference
+
+
+@dataclass
+class UpdateOptions:
+    pad_id: int
+    temperature: float = 1.0  # of the sampling
+    minibatches: int = 1  # optimizer steps
+    micro_batch_tokens: int = 8192  # padded tokens of a forward pass
+    max_grad_norm: float = 1.0
+    gradient_checkpointing: bool = False
+    importance_cap: float = 0.0  # C > 0: a token's gradient is weighed by min(pi_old / pi_sampler, C), the KL's to a reference too
+    seed: int = 0  # of the order of trajectories
+
+
+@dataclass
+class MicroBatch:
+    """What a loss sees: B rows, padded on the right to T tokens. Log-probs are in nats, and 0 where the mask is 0."""
+    logp_BT: torch.Tensor  # by the policy that is trained: the gradient flows through these alone
+    old_logp_BT: torch.Tensor  # by the policy before this batch
+    ref_logp_BT: torch.Tensor | None  # by the reference, where the algorithm has one
+    mask_BT: torch.Tensor  # bool, true where the policy sampled the token
+    advantages_B: torch.Tensor
+    lengths_B: torch.Tensor  # sampled tokens of the whole trajectory that a row belongs to
+    num_trajectories: int  # of the whole mini-batch, those without rows here included
+    num_tokens: int  # sampled tokens of the whole mini-batch
+    entropy_BT: torch.Tensor  # for the metrics: in nats
+    sampler_log_weight_BT: torch.Tensor  # for the metrics: log pi_old / pi_sampler
+
+
+# Log-probs
+
+class ScoreTokens(torch.autograd.Function):
+    """[N, D] hidden states, the head's [V, D] weight, [N] targets -> their log-probs and the entropies, [N] each, in fp32.
+
+    Logits exist for `chunk` tokens at a time, in one buffer for all chunks, and are made again in the backward pass.
+    """
+
+    @staticmethod
+    def forward(ctx, hidden_ND, weight_VD, targets_N, temperature, chunk):
+        ctx.save_for_backward(hidden_ND, weight_VD, targets_N)
+        ctx.how, scored, p_CV = (temperature, chunk), [], None
+        for logits_CV, targets_C in logits_in_chunks(hidden_ND, weight_VD, targets_N, temperature, chunk):
+            p_CV = torch.empty_like(logits_CV) if p_CV is None else p_CV[:len(logits_CV)]
+            logits_CV.sub_(logits_CV.amax(1, keepdim=True))
+            norm_C = torch.exp(logits_CV, out=p_CV).sum(1)
+            mean_C = torch.bmm(p_CV[:, None], logits_CV[:, :, None]).flatten() / norm_C
+            scored.append((logits_CV.gather(1, targets_C[:, None])[:, 0] - norm_C.log(), norm_C.log() - mean_C))
+        logp_N, entropy_N = map(torch.cat, zip(*scored))
+        ctx.mark_non_differentiable(entropy_N)
+        return logp_N, entropy_N
+
+    @staticmethod
+    def backward(ctx, grad_N, _):
+        hidden_ND, weight_VD, targets_N = ctx.saved_tensors
+        grads, at = [], 0
+        for p_CV, targets_C in logits_in_chunks(hidden_ND, weight_VD, targets_N, *ctx.how):
+            p_CV.sub_(p_CV.amax(1, keepdim=True)).exp_()
+            grad_C = grad_N[at:at + len(p_CV)] / ctx.how[0]
+            p_CV.mul_((-grad_C / p_CV.sum(1))[:, None])
+            p_CV.scatter_add_(1, targets_C[:, None], grad_C[:, None])  # grad (1[target] - p) / temperature
+            grads.append(p_CV.to(weight_VD.dtype) @ weight_VD)
+            at += len(p_CV)
+        return torch.cat(grads), None, None, None, None
+
+
+def logits_in_chunks(hidden_ND, weight_VD, targets_N, temperature, chunk):
+    """([C, V] logits in fp32, [C] targets), chunk by chunk; the logits of one are gone when the next are asked for."""
+    shape = min(chunk, len(hidden_ND)), len(weight_VD)
+    raw_CV = hidden_ND.new_empty(shape)
+    logits_CV = raw_CV if raw_CV.dtype == torch.float32 else raw_CV.new_empty(shape, dtype=torch.float32)
+    for hidden_CD, targets_C in zip(hidden_ND.split(chunk), targets_N.split(chunk)):
+        size = len(hidden_CD)
+        torch.mm(hidden_CD, weight_VD.t(), out=raw_CV[:size])
+        logits_CV[:size].copy_(raw_CV[:size])
+        yield (logits_CV[:size] if temperature == 1 else logits_CV[:size].div_(temperature)), targets_C
+
+
+def sampled_states(model, ids_BT, mask_BT):
+    """([N, D] hidden states that predict the N masked tokens, their rows [N], their columns [N]), row after row."""
+    causal = model.get_base_model() if hasattr(model, "get_base_model") else model
+    hidden_BTD = causal.base_model(input_ids=ids_BT, use_cache=False).last_hidden_state
+    rows, before = mask_BT[:, 1:].nonzero(as_tuple=True)  # the token in column t + 1 is predicted at t
+    return hidden_BTD[rows, before], rows, before + 1
+
+
+def token_logps(model, ids_BT, mask_BT, temperature: float = 1.0, chunk: int = 256):
+    """Log-probs and entropies of the masked tokens: ([B, T], [B, T]) in fp32, in nats, 0 where the mask is 0.
+
+    ids_BT: token ids, padded on the right, where causal attention never sees a pad, so no attention mask is needed.
+    mask_BT: 1 where the policy sampled the token (never in column 0). `temperature` is that of the sampling.
+    """
+    hidden_ND, *where = sampled_states(model, ids_BT, mask_BT)
+    logp_BT = torch.zeros(ids_BT.shape, dtype=torch.float32, device=ids_BT.device)
+    if not len(hidden_ND):
+        return logp_BT, logp_BT.clone()
+    logp_N, entropy_N = ScoreTokens.apply(hidden_ND, model.get_output_embeddings().weight, ids_BT[*where], temperature, chunk)
+    return logp_BT.index_put(where, logp_N), logp_BT.index_put(where, entropy_N)
+
+
+@torch.no_grad()
+def row_logps(model, rows, pad_id, *, temperature=1.0, micro_batch_tokens=8192) -> list[list[float]]:
+    """For each row the log-probs of its tokens, 0 where the mask is 0, by the code path of the update."""
+    logps = [None] * len(rows)
+
+    def work(pairs):
+        logp_BT = token_logps(model, *pad([row for row, _ in pairs], pad_id, model.device), temperature)[0].tolist()
+        for (row, n), logp_T in zip(pairs, logp_BT):
+            logps[n] = logp_T[:len(row.ids)]
+
+    in_micro_batches([(row, n) for n, row in enumerate(rows)], micro_batch_tokens, work)
+    return logps
+
+
+# Micro-batches
+
+def pad(rows, pad_id, device):
+    """Rows of ids and masks -> ids_BT, mask_BT (bool), padded on the right. The mask comes from sampling, not from ids."""
+    width = max(len(row.ids) for row in rows)
+    ids = [row.ids + [pad_id] * (width - len(row.ids)) for row in rows]
+    mask = [row.mask + [0] * (width - len(row.mask)) for row in rows]
+    return torch.tensor(ids, device=device), torch.tensor(mask, device=device, dtype=torch.bool)
+
+
+def in_micro_batches(items, budget, work):
+    """work(some of the items, tuples that begin with a row), longest rows first, as many as keep rows times the longest row within
+    `budget` padded tokens; returns the budget.
+
+    Where memory runs out, `work` is called again with half of them, and the budget stays that small. So `work` must leave
+    nothing behind when it fails (`add_gradient`). Raises BadInput where a single row is too much.
+    """
+    items = sorted(items, key=lambda item: len(item[0].ids), reverse=True)
+    while items:
+        width = len(items[0][0].ids)
+        size = min(len(items), max(1, budget // width))
+        try:
+            work(items[:size])
+            items = items[size:]
+            continue
+        except torch.OutOfMemoryError:
+            pass  # what `work` held goes with its frames, here
+        if size == 1:
+            raise BadInput(f"out of memory on one row of {width} tokens: pass --gradient-checkpointing (a run goes on with it "
+                           f"and --resume), or start with --bits 4 or a lower --max-context (python plan.py says what fits)")
+        budget = size // 2 * width
+        print(f"out of memory on {size} rows of {width} tokens; from here on --micro-batch-tokens {budget}", file=sys.stderr)
+        gc.collect()
+        torch.cuda.empty_cache()  # nothing without a GPU
+    return budget
+
+
+def add_gradient(share, parameters):
+    """share.backward(), but all of it or, where memory runs out half-way, nothing."""
+    for p, grad in zip(parameters, torch.autograd.grad(share, parameters, allow_unused=True)):
+        if grad is not None:
+            p.grad = grad if p.grad is None else p.grad.add_(grad)
+
+
+def score(model, items, algorithm, how, of_batch) -> MicroBatch:
+    """The micro-batch of these items, (row, advantage, tokens of its trajectory, old log-probs or None); of_batch: the two normalisers."""
+    rows, advantages, lengths, old_logps = zip(*items)
+    ids_BT, mask_BT = pad(rows, how.pad_id, model.device)
+    ref_logp_BT = None
+    if algorithm.use_reference:
+        with torch.no_grad(), reference(model):
+            ref_logp_BT = token_logps(model, ids_BT, mask_BT, how.temperature)[0]
+    logp_BT, entropy_BT = token_logps(model, ids_BT, mask_BT, how.temperature)
+    old_logp_BT = logp_BT.detach().clone()  # on-policy, unless they are known
+    log_weight_BT = torch.zeros_like(old_logp_BT)
+    for b, (row, known) in enumerate(zip(rows, old_logps)):
+        own = b, slice(len(row.ids))
+        if known is not None:
+            old_logp_BT[own] = torch.tensor(known, device=logp_BT.device)
+        if len(row.sampled_logp) == len(row.ids):
+            log_weight_BT[own] = old_logp_BT[own] - log_weight_BT.new_tensor(row.sampled_logp)
+    if how.importance_cap:
+        weight_BT = log_weight_BT.exp().clamp(max=how.importance_cap)
+        logp_BT = logp_BT.detach() + weight_BT * (logp_BT - logp_BT.detach())  # the value stays, the gradient is weighed
+    return MicroBatch(logp_BT, old_logp_BT, ref_logp_BT, mask_BT, torch.stack(advantages).to(logp_BT.device),
+                      torch.tensor(lengths, device=logp_BT.device), *of_batch, entropy_BT, log_weight_BT)
+
+
+# The update
+
+def update(model, optimizer, batch, advantages_N, algorithm, how, more=None):
+    """`how.minibatches` optimizer steps on a batch of N trajectories; returns the metrics.
+
+    algorithm: its `loss(MicroBatch)` returns a scalar share; `use_reference`, `clip` and `sequence_ratio` as in rl/train.py.
+    Old log-probs come from the same code path as the new ones: detached from them when there is one update, computed before the
+    first of several; a row that was sampled in another context brings its own (`Row.old_logp`). Rows without advantage are not
+    computed unless there is a reference, whose KL they pay; the normalisers count them all the same, and the metrics are over
+    the rows computed. more(k, micro-batch tokens) adds the gradient of another term of the loss to optimizer step k and returns its
+    value and these tokens, fewer where memory ran out (the Funnel's Eq. 9); the batch may then be empty. An optimizer step whose gradient is not finite is left out and counted
+    (`skipped_steps`). Raises FloatingPointError when a step makes a parameter that is not finite.
+    """
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    order = random.Random(f"minibatches {how.seed}").sample(range(len(batch)), len(batch))
+    parts, sums, norms = [], {"kl_reference": 0.0} if algorithm.use_reference else {}, []
+    for k in range(how.minibatches):
+        part = order[k::how.minibatches]
+        items = [(row, advantages_N[n], batch[n].length, row.old_logp) for n in part for row in batch[n].rows
+                 if algorithm.use_reference or advantages_N[n]]
+        if how.minibatches > 1:  # packed as below: in bf16 a log-prob depends on the shape of its batch
+            old_logps = row_logps(model, [row for row, *_ in items], how.pad_id, temperature=how.temperature,
+                                  micro_batch_tokens=how.micro_batch_tokens)
+            items = [(*item[:3], old if item[3] is None else item[3]) for item, old in zip(items, old_logps)]
+        parts.append((items, (len(part), sum(batch[n].length for n in part))))
+
+    model.train(how.gradient_checkpointing)
+    budget = how.micro_batch_tokens
+    for k, (items, of_batch) in enumerate(parts):
+        def work(some, of_batch=of_batch):
+            micro_batch = score(model, some, algorithm, how, of_batch)
+            share = algorithm.loss(micro_batch)
+            found = sums_of(micro_batch, share.item() / how.minibatches, algorithm.clip, algorithm.sequence_ratio)
+            found["known"] = sum(sum(row.mask) for row, *_ in some if len(row.sampled_logp) == len(row.ids))
+            add_gradient(share, trainable)
+            for name, value in found.items():
+                sums[name] = LARGEST.get(name, sum)((sums[name], value)) if name in sums else value
+
+        optimizer.zero_grad(set_to_none=True)
+        budget = in_micro_batches(items, budget, work)
+        if more:
+            value, budget = more(k, budget)
+            sums["more"] = sums.get("more", 0) + value / how.minibatches
+        elif not items:
+            continue
+        norm = torch.nn.utils.clip_grad_norm_(trainable, how.max_grad_norm).item()
+        if not math.isfinite(norm):
+            sums["skipped_steps"] = sums.get("skipped_steps", 0) + 1
+            continue
+        norms.append(norm)
+        optimizer.step()
+        if not all(p.isfinite().all() for p in trainable):
+            raise FloatingPointError("the step made parameters that are not finite")
+    model.eval()
+    return metrics_of(sums, norms, budget)
+
+
+LARGEST = {"ratio_max": max, "sampler_gap_max": max}  # the other figures of a micro-batch are added up
+
+
+@torch.no_grad()
+def sums_of(batch, loss, clip, sequence_ratio):
+    """The figures of a micro-batch: k3 estimates of KL, entropy, where the clip acts, and how far sampler and learner differ."""
+    log_ratio_BT = batch.logp_BT - batch.old_logp_BT  # 0 where the mask is 0
+    A_B, mask_BT = batch.advantages_B, batch.mask_BT
+    if sequence_ratio:
+        ratio, A = (log_ratio_BT.sum(1) / mask_BT.sum(1)).exp(), A_B
+    else:
+        ratio, A = log_ratio_BT.exp()[mask_BT], A_B[:, None].expand_as(mask_BT)[mask_BT]
+    clipped = ((A > 0) & (ratio > 1 + clip[1])) | ((A < 0) & (ratio < 1 - clip[0]))
+    gap_BT = batch.sampler_log_weight_BT.abs()
+    sums = {"tokens": int(mask_BT.sum()), "units": ratio.numel(), "clipped": int(clipped.sum()),
+            "ratio_max": ratio.max().item(), "entropy": batch.entropy_BT.sum().item(),
+            "approx_kl": (log_ratio_BT.exp() - 1 - log_ratio_BT).sum().item(), "loss": loss,
+            "sampler_gap": gap_BT.sum().item(), "sampler_gap_max": gap_BT.max().item()}
+    if batch.ref_logp_BT is not None:
+        log_ref_BT = batch.ref_logp_BT - batch.logp_BT
+        sums["kl_reference"] = (log_ref_BT.exp() - 1 - log_ref_BT).sum().item()
+    return sums
+
+
+def metrics_of(sums, norms, budget) -> dict:
+    """The figures of all micro-batches and the norms of all optimizer steps as means (docs/grpo.md explains each)."""
+    tokens, units = max(sums.get("tokens", 0), 1), max(sums.get("units", 0), 1)
+    metrics = {"learn_tokens": sums.get("tokens", 0), "loss": sums.get("loss", 0.0), "grad_norm": sum(norms) / max(len(norms), 1),
+               "entropy": sums.get("entropy", 0.0) / tokens, "approx_kl": sums.get("approx_kl", 0.0) / tokens,
+               "clip_fraction": sums.get("clipped", 0) / units, "ratio_max": sums.get("ratio_max", 1.0),
+               "micro_batch_tokens": budget, "skipped_steps": sums.get("skipped_steps", 0), "optimizer_steps": len(norms)}
+    if sums.get("known"):
+        metrics |= {"sampler_gap": sums["sampler_gap"] / sums["known"], "sampler_gap_max": sums["sampler_gap_max"]}
+    if "more" in sums:
+        metrics["distill_loss"] = sums["more"]
+    return metrics | ({"kl_reference": sums["kl_reference"] / tokens} if "kl_reference" in sums else {})

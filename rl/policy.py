@@ -1,0 +1,62 @@
+"""The policy of a run: its base model with the adapter, and the Chat of its tokenizer, from the run's options."""
+import os
+import pickle
+
+import torch
+from safetensors import SafetensorError
+
+from envs import BadInput
+from rl.chat import Chat
+from rl.model import add_lora, adapter_base, freeze_reference, load_adapter, load_model, load_reference, make_optimizer
+from rl.runs import write_config
+from rl.tiny import tiny
+from rl.warmstart import warm_up
+
+CANNOT_LOAD = (OSError, ValueError, ImportError, RuntimeError, SafetensorError, pickle.UnpicklingError)
+
+
+def load_policy(config, options, checkpoint=None):
+    """(model with its adapter, Chat). config: `rl.options.Playing`; options: of the environment. What cannot be loaded is one line."""
+    name, folder = config.model, checkpoint or config.adapter
+    trained_on = adapter_base(folder) if folder else None
+    if name == "tiny":
+        name = trained_on if os.path.isdir(trained_on or "") else tiny(config.env, options, config.tasks)
+    if trained_on and os.path.basename(trained_on.rstrip("/")) != os.path.basename(name.rstrip("/")):
+        raise BadInput(f"the adapter in {folder} was trained on {trained_on}, not on {name}: pass that as --model")
+    try:
+        base, tokenizer = load_model(name, config.bits)
+        model = load_adapter(base, folder) if folder else add_lora(base, getattr(config, "lora_rank", 16), seed=config.seed)
+        if checkpoint:
+            load_reference(model, checkpoint)
+    except CANNOT_LOAD as error:
+        raise BadInput(f"cannot load the model {config.model!r}: {str(error).strip().splitlines()[0]}") from error
+    if getattr(config, "gradient_checkpointing", False):
+        base.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return model, Chat(tokenizer, config.thinking, base.generation_config.eos_token_id)
+
+
+def load_frozen(name, bits, thinking):
+    """(model without an adapter, Chat): a teacher or an editor."""
+    try:
+        model, tokenizer = load_model(name, bits)
+    except CANNOT_LOAD as error:
+        raise BadInput(f"cannot load the model {name!r}: {str(error).strip().splitlines()[0]}") from error
+    return model, Chat(tokenizer, thinking, model.generation_config.eos_token_id)
+
+
+def first_policy(config, algorithm, options, folder, first_step, tasks, limits):
+    """(model, Chat, optimizer) at the start of the run, or as the checkpoint in its folder has them."""
+    fresh = first_step == 1
+    model, chat = load_policy(config, options, None if fresh else str(folder / "checkpoint"))
+    write_config(folder, config, algorithm.name)
+    if fresh and config.warm_start:
+        warm_up(config, model, chat, options, tasks, limits)
+    if fresh and algorithm.use_reference and (config.warm_start or config.adapter):
+        freeze_reference(model)
+    optimizer = make_optimizer(model, config.lr, config.optimizer)
+    if not fresh:
+        optimizer.load_state_dict(torch.load(folder / "checkpoint" / "optimizer.pt", weights_only=True,
+                                             map_location="cpu"))  # where AdamW keeps its count of steps
+        for group in optimizer.param_groups:  # the saved state holds the old one
+            group["lr"] = config.lr
+    return model, chat, optimizer

@@ -1,0 +1,202 @@
+"""Episodes of a policy in text environments: one batch of prompts a turn, for the episodes that go on.
+
+    act = sampler(model, chat, temperature=1.0, max_new_tokens=32)
+    trajectories = rollout(act, chat, envs, [Request(task, group=0, seed=0), ...], max_turns=15)
+
+What is trained on is what was sampled: a trajectory keeps the sampled ids and a mask made while sampling. Nothing is
+decoded and encoded again, and no mask is guessed from ids. A row is one unbroken token sequence. If the next prompt
+extends the tokens so far, the row goes on; if not (a windowed history, a template that strips earlier thinking), a
+new row starts.
+"""
+import math
+import re
+import sys
+from collections import deque
+from dataclasses import dataclass, field
+
+from envs import BadInput, guard, plain
+from rl.chat import Chat
+
+ENDS = ("success", "failure", "turn_limit", "context_full", "env_error")
+
+
+@dataclass
+class Request:
+    """An episode to play. Requests of one group share task and seed, so that only the sampling differs."""
+    task: str
+    group: int = 0
+    seed: int = 0
+    enriched: bool = False
+
+
+@dataclass
+class Turn:
+    prompt_ids: list[int]
+    action_ids: list[int]  # as sampled, the end token included
+    action: str
+    observation: str  # what the environment answered
+    reward: float
+    valid: bool
+    stop: str  # "end": an end token was sampled; "length": the token limit came first
+    hint: str | None = None  # what enrichment appended to the observation that this turn answers
+    tool_results: list[str] | None = None  # what the called functions returned, where the observation begins with that
+
+
+@dataclass
+class Row:
+    ids: list[int]
+    mask: list[int]  # 1 where the policy sampled the token
+    old_logp: list[float] | None = None  # only where the policy sampled in another context than `ids`
+    sampled_logp: list[float] = field(default_factory=list, compare=False)  # by the sampler, 0 where the mask is 0; empty: not known
+
+
+@dataclass
+class Trajectory:
+    task: str
+    group: int
+    seed: int
+    enriched: bool
+    system_prompt: str = ""
+    tools: list[dict] | None = None
+    first_observation: str = ""
+    turns: list[Turn] = field(default_factory=list)
+    rows: list[Row] = field(default_factory=list)
+    reward: float = 0.0  # sum over turns; NaN if the environment broke
+    success: bool = False
+    end: str = ""  # one of ENDS
+    info: dict = field(default_factory=dict)  # the environment's last info
+    error: str = ""
+
+    @property
+    def length(self) -> int:
+        """Tokens the policy sampled in the whole episode, |o_i|."""
+        return sum(sum(row.mask) for row in self.rows)
+
+
+# The conversation so far, as messages and as rows of tokens
+
+def messages_of(trajectory, chat, history):
+    """The conversation that the next prompt is made of. An observation is the user's, or of role "tool", one a result; a hint stands
+    at the end of the last."""
+    turns = trajectory.turns
+    messages = [("system", trajectory.system_prompt)] if trajectory.system_prompt else []
+    if history == "full":
+        messages.append(("user", trajectory.first_observation))
+        for turn in turns:
+            messages.append(("assistant", chat.history_ids(turn.action_ids)))
+            if turn.tool_results:
+                *others, last = turn.tool_results
+                last += turn.observation.removeprefix("\n".join(turn.tool_results))
+                messages += [("tool", result) for result in (*others, last)]
+            else:
+                messages.append(("user", turn.observation))
+        return messages
+    window = int(history.partition(":")[2])
+    text = [trajectory.first_observation]
+    for number, turn in enumerate(turns, 1):
+        text.append(f"Action {number}: {turn.action.rpartition('</think>')[2].strip()}")
+        if number > len(turns) - window:
+            text.append(turn.observation)
+    return [*messages, ("user", "\n".join(text))]
+
+
+def add_turn(rows: list[Row], prompt_ids: list[int], action_ids: list[int]):
+    """Extend the last row if the prompt begins with it, token by token; else start a row."""
+    if not rows or prompt_ids[:len(rows[-1].ids)] != rows[-1].ids:
+        rows.append(Row([], []))
+    new = prompt_ids[len(rows[-1].ids):]
+    rows[-1].ids += new + action_ids
+    rows[-1].mask += [0] * len(new) + [1] * len(action_ids)
+    rows[-1].sampled_logp += [0.0] * len(new) + (getattr(action_ids, "logps", None) or [])
+
+
+# Playing
+
+def rollout(act, chat: Chat, envs: list, requests: list[Request], *, max_turns: int, max_new_tokens: int = 32,
+            max_context: int = 2048, history: str = "full", step_timeout: float = 0.0) -> list[Trajectory]:
+    """Play every request, at most len(envs) at a time; results in the order of the requests. It has nine parameters, as an
+    episode has these limits.
+
+    act: `act(prompts) -> sampled ids` for a batch of prompts (see sampling.py); `act([])` says that no episode goes on.
+    max_turns: actions per episode.
+    max_context: tokens of prompt and action together. history: "full" keeps the conversation, "window:2" rebuilds each
+    prompt from the first observation, all past actions and the last 2 observations. An exception inside an environment,
+    or an answer that is not of the contract's types, ends that episode alone: end "env_error", reward NaN. So does a
+    reset or step that takes longer than `step_timeout` seconds (0: no limit; in the main thread only).
+    """
+    if history != "full" and not re.fullmatch(r"window:[1-9]\d*", history):
+        raise BadInput(f"history must be full or window:N, got {history!r}")
+    if not envs:
+        raise ValueError("rollout needs at least one environment")
+    results = [Trajectory(r.task, r.group, r.seed, r.enriched) for r in requests]
+    pending, active, idle, aside = deque(zip(requests, results)), [], list(envs), []
+    while pending or active:
+        # Free environments take the episodes that wait; a broken one is used again only when no other is left
+        if not idle and not active:
+            idle, aside = aside, []
+        while pending and idle:
+            env, (request, trajectory) = idle.pop(), pending.popleft()
+            how = {"enriched": True} if request.enriched else {}  # an environment without hints never sees the word
+            try:
+                trajectory.first_observation, trajectory.info = guard.reset(env, step_timeout, task=request.task,
+                                                                            seed=request.seed, **how)
+            except guard.EnvironmentBroke as error:
+                broken(trajectory, error)
+                aside.append(env)
+                continue
+            trajectory.system_prompt, trajectory.tools = env.system_prompt, env.tools
+            active.append((env, trajectory))
+        # The next prompt of every episode; one that does not fit ends its episode
+        prompts = [chat.prompt(messages_of(t, chat, history), t.tools) for _, t in active]
+        for (env, trajectory), prompt in zip(active, prompts):
+            if len(prompt) + max_new_tokens > max_context:
+                trajectory.end, trajectory.error = "context_full", f"a prompt of {len(prompt)} tokens"
+        prompts = [prompt for (_, t), prompt in zip(active, prompts) if not t.end]
+        playing = [(env, t) for env, t in active if not t.end]
+        idle += [env for env, t in active if t.end]
+        # One turn of all of them
+        for (env, trajectory), prompt, action_ids in zip(playing, prompts, act(prompts)):
+            play_turn(env, trajectory, chat, prompt, action_ids, max_turns, step_timeout)
+        idle += [env for env, t in playing if t.end]
+        active = [(env, t) for env, t in playing if not t.end]
+    act([])
+    return results
+
+
+def play_turn(env, trajectory, chat, prompt, action_ids, max_turns, step_timeout):
+    """One action: what the environment says of it, the turn, its tokens, and whether the episode goes on."""
+    action = chat.action_text(action_ids)
+    try:
+        observation, reward, terminated, truncated, info = guard.step(env, step_timeout, action)
+    except guard.EnvironmentBroke as error:
+        observation, reward, terminated, truncated, info = "", math.nan, False, False, {}
+        broken(trajectory, error)
+    trajectory.turns.append(Turn(prompt, action_ids, action, observation, reward, bool(info.get("valid", False)),
+                                 "end" if action_ids and action_ids[-1] in chat.end_ids else "length",
+                                 trajectory.info.get("hint"), info.get("tool_results")))
+    add_turn(trajectory.rows, prompt, action_ids)
+    trajectory.reward += reward
+    trajectory.info = info or trajectory.info
+    trajectory.success = bool(info.get("success", False))
+    if trajectory.end:
+        return
+    if terminated:
+        trajectory.end = "success" if trajectory.success else "failure"
+    elif truncated or len(trajectory.turns) >= max_turns:
+        trajectory.end = "turn_limit"
+
+
+def broken(trajectory, error):
+    """The environment broke: this episode has ended, and a line says why."""
+    trajectory.end, trajectory.reward, trajectory.error = "env_error", math.nan, str(error)
+    print(plain(f"{trajectory.task}: the environment broke, its episode ends here: {trajectory.error[:500]}"), file=sys.stderr)
+
+
+def refuse_if_hopeless(played, max_context, when=""):
+    """A context too short for every first prompt is the caller's mistake; an environment that always breaks is to be mended."""
+    if played and all(t.end == "context_full" and not t.turns for t in played):
+        raise BadInput(f"no first prompt fits: {played[0].error} and the new ones are more than the context of "
+                       f"{max_context}; raise --max-context or lower --max-new-tokens")
+    if played and all(t.end == "env_error" for t in played):
+        raise BadInput(f"{when}the environment broke in every episode, last with {played[-1].error}; mend it, then --resume if a "
+                       f"checkpoint was saved before")

@@ -1,0 +1,210 @@
+"""The training loop: sample groups of episodes, turn rewards into advantages, update, evaluate, save.
+
+    from rl.train import Algorithm, train
+    train(config, Algorithm(**grpo.algorithm(config)))        # config: rl.options.Config with the algorithm's own options
+
+It knows no algorithm: an `Algorithm` is made by the algorithm's file. One step:
+
+    groups of one task and seed each  ->  episodes (rollout.py)  ->  rewards_N, advantages_N  ->  rows, micro-batches
+    ->  log-probs and loss shares that add up to the batch's loss (learner.py)  ->  one optimizer step per mini-batch
+
+Every random draw is a function of (seed, step): which tasks, the episodes' seeds, the sampling (whose order also depends
+on --num-envs). So a run that is resumed from its checkpoint goes on as if it had never stopped.
+"""
+import random
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from tqdm import tqdm
+
+from envs import BadInput, make_env, parse_options, split_tasks
+from rl.evaluation import evaluate, fixed_tasks, success_table
+from rl.learner import UpdateOptions, update
+from rl.logs import append, draw_curve, episode_metrics, read, record, speed, tensorboard
+from rl.options import limits_of, schedule_of_run
+from rl.policy import first_policy
+from rl.rollout import Request, refuse_if_hopeless, rollout
+from rl.runs import interrupts, run_folder, save_checkpoint
+from rl.sampling import sampler
+from rl.stripped import train_context
+from rl.tokens import log_step_tokens, watch
+
+
+@dataclass
+class Algorithm:
+    """What the loop asks of an algorithm. N trajectories; a group is a list of them, episodes of one task and seed."""
+    name: str
+    loss: Callable  # MicroBatch (learner.py) -> its share of the loss, a scalar
+    advantages: Callable  # rewards_N, groups_N -> advantages_N
+    clip: tuple[float, float]  # (below, above) 1, for the metric clip_fraction
+    use_reference: bool = False  # does the loss need the reference's log-probs?
+    sequence_ratio: bool = False  # is clip_fraction over rows, not tokens?
+    fill: Callable = lambda sample, num_groups: sample(num_groups)  # -> the groups to train on; sample(n) plays n new ones
+    shape_rewards: Callable = lambda rewards_N, lengths_N: rewards_N  # -> what the advantages see; metrics keep the environment's own
+
+
+class Diverged(BadInput):
+    """No finite gradient, or parameters or probabilities that are not finite."""
+
+    def __init__(self, step, why):
+        super().__init__(f"step {step}: {why}; lower --lr, and --resume if a checkpoint was saved before")
+
+
+class Step:
+    """One step of training after the other, for `train` and for the Funnel's Phase II (funnel/rounds.py).
+
+    What outlives a step: the tokens of a micro-batch, which are fewer once memory ran out, and how many steps in a row had no
+    finite gradient.
+    """
+
+    def __init__(self, config, algorithm, model, optimizer, chat):
+        self.config, self.algorithm, self.model, self.optimizer, self.chat = config, algorithm, model, optimizer, chat
+        self.micro_batch_tokens, self.skipped = config.micro_batch_tokens, 0
+
+    def play(self, step, tasks, episodes, enriched=None, stream=""):
+        """(groups to train on, all episodes that were played). episodes(requests) -> trajectories; enriched(group, n) -> does
+        episode n of the group get hints? stream: sets the draws of one use of a step apart from those of another."""
+        config, played = self.config, []
+        rng, order = random.Random(f"tasks {config.seed} {step}"), []
+
+        def sample(num_groups):
+            first, requests = len(played) // config.group, []
+            for group in range(first, first + num_groups):  # a task and a seed each; every task once before any comes again
+                if group == len(order):
+                    order.extend(rng.sample(tasks, len(tasks)))
+                seed = rng.randrange(2 ** 31)
+                requests += [Request(order[group], group, seed, bool(enriched and enriched(group, n))) for n in range(config.group)]
+            new = episodes(requests)
+            played.extend(new)
+            return [new[n:n + config.group] for n in range(0, len(new), config.group)]
+
+        torch.manual_seed(random.Random(f"sampling {config.seed} {stream}{step}").randrange(2 ** 31))
+        try:
+            groups = self.algorithm.fill(sample, config.tasks_per_step)
+        except FloatingPointError as error:
+            raise Diverged(step, error) from error
+        refuse_if_hopeless(played, config.max_context, f"step {step}: ")
+        return groups, played
+
+    def advantages(self, batch):
+        """The advantage of each trajectory, [N]."""
+        rewards_N = torch.tensor([t.reward for t in batch], dtype=torch.float64)
+        lengths_N = torch.tensor([t.length for t in batch])
+        groups_N = torch.tensor([t.group for t in batch])
+        return self.algorithm.advantages(self.algorithm.shape_rewards(rewards_N, lengths_N), groups_N)
+
+    def learn(self, step, batch, advantages_N, more=None) -> dict:
+        """The optimizer steps of one training step (`update` says what `more` is); returns the metrics."""
+        config = self.config
+        how = UpdateOptions(self.chat.pad_id, config.temperature, config.minibatches, self.micro_batch_tokens,
+                            config.max_grad_norm, config.gradient_checkpointing, config.importance_cap, seed=step)
+        try:
+            stats = update(self.model, self.optimizer, batch, advantages_N, self.algorithm, how, more)
+        except FloatingPointError as error:
+            raise Diverged(step, error) from error
+        self.micro_batch_tokens = min(self.micro_batch_tokens, stats["micro_batch_tokens"])
+        self.skipped = self.skipped + 1 if stats["skipped_steps"] == config.minibatches else 0
+        return stats
+
+    def refuse_to_go_on(self, step):
+        """After five steps without a finite gradient; the weights are still those from before the first of them."""
+        if self.skipped == 5:
+            raise Diverged(step, "the gradient was not finite in five steps in a row; the state before them is kept")
+
+
+def train(config, algorithm):
+    """Run it; returns the run's folder. config: rl.options.Config, with the algorithm's own options."""
+    # Environments and tasks; hints go into the environments of training alone
+    options = parse_options(config.env_options)
+    tasks = split_tasks(config.env, config.tasks, options)
+    envs = [make_env(config.env, options) for _ in range(min(config.num_envs, config.tasks_per_step * config.group))]
+    limits = limits_of(config, envs[0])
+    schedule = schedule_of_run(config)
+    if why := schedule.why_no_hints(envs[0], tasks["train"], limits["max_turns"]):
+        raise BadInput(why)
+    with (run_folder(config, algorithm.name) as (folder, first_step), interrupts() as stopping,
+          tensorboard(folder, first_step, config.tensorboard) as to_board):
+        # The policy, and its success before training
+        model, chat, optimizer = first_policy(config, algorithm, options, folder, first_step, tasks["train"], limits)
+        act = sampler(model, chat, temperature=config.temperature, max_new_tokens=config.max_new_tokens)
+        test_act = sampler(model, chat, temperature=config.eval_temperature, max_new_tokens=config.max_new_tokens)
+
+        def success(step, split, policy="trained"):
+            torch.manual_seed(config.seed)
+            result = evaluate(test_act, chat, envs, fixed_tasks(tasks[split], config.eval_episodes), **limits)
+            append(folder / "evaluations.jsonl", {"step": step, "split": split, "policy": policy, **result})
+            to_board({f"success/{split}": result["success"]}, step)
+            return result
+
+        valid = success(0, "valid")["success"] if config.eval_every and first_step == 1 else None
+        do = Step(config, algorithm, model, optimizer, chat)
+        bar = tqdm(range(first_step, config.steps + 1), initial=first_step - 1, total=config.steps, disable=None)
+        for step in bar:
+            # Play: groups of episodes, of one task and one seed each, until the algorithm has its batch
+            started, shown, enriched = time.perf_counter(), envs, None
+            if config.enrich != "none":
+                now = schedule.at(step)
+                shown, enriched = now.wrap(envs), now.enriched
+            groups, played = do.play(step, tasks["train"], lambda requests: rollout(act, chat, shown, requests, **limits), enriched)
+            played_at = time.perf_counter()
+
+            # Advantages: how far each episode stands out in its group
+            batch = [trajectory for group in groups for trajectory in group]
+            advantages_N = do.advantages(batch)
+            if config.enrich_positive_only:
+                advantages_N = advantages_N.clamp(min=0)
+
+            # Update: optimizer steps on the rows that were sampled
+            if config.enrich_train_context != "as-sampled":
+                batch = train_context(config, batch, chat, model)
+            watched = watch(config, model, batch, chat, do.micro_batch_tokens) if config.log_tokens else None
+            stats = do.learn(step, batch, advantages_N)
+            if do.skipped == 5:
+                save_checkpoint(folder, model, optimizer, step - 5)
+            do.refuse_to_go_on(step)
+
+            # Log
+            metrics = {"step": step, **episode_metrics(played, config.group), "groups": len(groups), **stats,
+                       **speed(played, stats["learn_tokens"], played_at - started, time.perf_counter() - played_at)}
+            append(folder / "metrics.jsonl", metrics)
+            for trajectory in played:
+                append(folder / "rollouts.jsonl", record(step, trajectory))
+            if watched:
+                log_step_tokens(folder / "tokens.jsonl", chat, step, batch, advantages_N, watched)
+
+            # Evaluate, without hints
+            if config.eval_every and step % config.eval_every == 0:
+                valid = success(step, "valid")["success"]
+
+            # Save; Ctrl-C ends the run here
+            stop = stopping()
+            if step % config.save_every == 0 or step == config.steps or stop:
+                save_checkpoint(folder, model, optimizer, step)
+            if stop:
+                raise KeyboardInterrupt(f"stopped after step {step}, which is saved: the same command with --resume goes on")
+
+            # Tell
+            if not sys.stderr.isatty():  # no bar there
+                print(f"step {step}/{config.steps} reward {metrics['reward']:.3f} success on valid tasks {valid}", flush=True)
+            bar.set_postfix(reward=f"{metrics['reward']:.2f}", success="-" if valid is None else f"{valid:.2f}")
+            to_board(metrics, step)
+
+        # The result: base model and trained policy on test tasks
+        model.save_pretrained(folder / "adapter", selected_adapters=["default"])
+        base = next((row for row in read(folder / "evaluations.jsonl") if row["policy"] == "base"), None)
+        if base is None:
+            with model.disable_adapter():
+                base = success(0, "test", policy="base")
+        final = success(config.steps, "test")
+        draw_curve([folder], folder / "curve.png")
+    for env in envs:
+        env.close()
+    trained = f"after {config.steps} steps" if config.steps else "after the warm start"
+    print("\n" + success_table(" ".join([config.env, *config.env_options]), [("base model", base), (trained, final)]))
+    if (folder / "report.html").exists():
+        print(f"{folder}/report.html is of before: python report.py {folder} makes it anew")
+    print(f"{folder}/ holds {', '.join(sorted(path.name for path in folder.iterdir()))}")
+    return folder
