@@ -64,7 +64,7 @@ def evaluate_run(config, run):
     from rl.policy import load_policy
     from rl.sampling import sampler
 
-    tasks = fixed_tasks(split_tasks(config.env, config.tasks, options)[config.split], config.eval_episodes)
+    tasks = fixed_tasks(split_tasks(config.env, config.tasks, options, [config.split])[config.split], config.eval_episodes)
     if run:
         config.adapter = str(Path(run) / "adapter")
     model, chat = load_policy(config, options)

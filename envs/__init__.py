@@ -127,11 +127,10 @@ def select_tasks(name: str, split: str, only: list[str] | None = None, options: 
     return [task for task in all_tasks if not only or task in only or task.split("/")[0] in only]
 
 
-def split_tasks(name: str, only: list[str], options: dict) -> dict[str, list[str]]:
+def split_tasks(name: str, only: list[str], options: dict, splits=("train", "valid", "test")) -> dict[str, list[str]]:
     """{split: its tasks}, none of them empty. A full id in `only` picks training tasks; evaluations take its name."""
     names = [task.split("/")[0] for task in only]
-    tasks = {split: select_tasks(name, split, only if split == "train" else names, options)
-             for split in ("train", "valid", "test")}
+    tasks = {split: select_tasks(name, split, only if split == "train" else names, options) for split in splits}
     for split in tasks:
         if not tasks[split]:
             raise BadInput(f"{name} has no {split} tasks with these options: change --tasks or --env-options")

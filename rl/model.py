@@ -7,10 +7,13 @@
 import copy
 import json
 import os
+import re
 import sys
 from contextlib import contextmanager
 
 import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, GenerationConfig, PreTrainedConfig
+from transformers.utils import logging
 
 
 def default_device() -> torch.device:
@@ -23,9 +26,6 @@ def load_model(name: str, bits: int = 0, device=None):
     bits: 16 is bf16, 32 fp32, 4 NF4 with double quantisation through bitsandbytes, 0 bf16 on a GPU and fp32 without.
     Raises OSError (no such model) or ValueError (a kind of model that this file cannot score).
     """
-    from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, GenerationConfig
-    from transformers.utils import logging
-
     if not sys.stderr.isatty():
         logging.disable_progress_bar()
 
@@ -45,6 +45,9 @@ def load_model(name: str, bits: int = 0, device=None):
     model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, quantization_config=quantization,
                                                  device_map={"": device} if bits == 4 else None)
     model = model if bits == 4 else model.to(device)
+    for module in model.modules():  # bitsandbytes on a CPU: its packed layers have no gradient (docs/faults.md)
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            module.support_avx512bf16_for_cpu = False
     for field in ("final_logit_softcapping", "logit_scale", "logits_scaling"):
         if getattr(model.config, field, None) not in (None, 0, 1):
             raise ValueError(f"{name} rescales its logits ({field}); token_logps would leave that out")
@@ -54,7 +57,25 @@ def load_model(name: str, bits: int = 0, device=None):
     # A fresh generation config: a shipped one (Qwen: 0.6, top-k 20, top-p 0.95) would change what is sampled.
     model.generation_config = GenerationConfig(eos_token_id=ends, pad_token_id=tokenizer.pad_token_id)
     model.requires_grad_(False)  # and no cast of norms or embeddings to fp32: +0.8 GB on a tied 4B embedding
-    return model.eval(), tokenizer
+    return without_noise(model).eval(), tokenizer
+
+
+def without_noise(model):
+    """No dropout and no jitter, in training mode either, whether a module, an attribute or the configuration holds the number:
+    log-probs of one sequence must be one. To be called again after an adapter was added."""
+    for holder in (*model.modules(), *configs(model.config)):
+        if isinstance(holder, torch.nn.modules.dropout._DropoutNd):
+            holder.p = 0.0
+        for name, value in vars(holder).items():
+            if re.search("drop|jitter", name) and isinstance(value, float) and value:
+                setattr(holder, name, 0.0)
+    return model
+
+
+def configs(config):
+    """A configuration and those inside of it."""
+    inside = [value for value in vars(config).values() if isinstance(value, PreTrainedConfig)]
+    return [config, *(deeper for value in inside for deeper in configs(value))]
 
 
 def add_lora(model, rank: int = 16, alpha: float | None = None, seed: int = 0):
@@ -98,18 +119,39 @@ def in_input_dtype(model):
 
 
 def load_adapter(model, folder: str, trainable: bool = True):
-    """An adapter in PEFT's format on a base model from `load_model`."""
-    from peft import PeftModel
+    """A LoRA adapter in PEFT's format on a base model from `load_model`. Raises OSError (none there) or ValueError (one that this file
+    cannot keep apart from its base model, or that does not fit it)."""
+    from peft import PeftModel, get_peft_model_state_dict, load_peft_weights
 
     if not os.path.exists(os.path.join(folder, "adapter_config.json")):
         raise OSError(f"the folder {folder} holds no adapter (no adapter_config.json)")
+    if why := foreign(folder):
+        raise ValueError(f"the adapter in {folder} {why}")
     model = in_input_dtype(PeftModel.from_pretrained(model, folder, is_trainable=trainable)).eval()
     if not isinstance(model.get_base_model().get_output_embeddings(), torch.nn.Linear):
         raise ValueError(f"the adapter in {folder} changes the output layer; token_logps would leave that out")
-    for module in model.modules():
-        if isinstance(module, torch.nn.Dropout):
-            module.p = 0.0  # an adapter from elsewhere may bring its own
-    return model
+    own, saved = get_peft_model_state_dict(model), load_peft_weights(folder, device="cpu")
+    differ = [name for name in {*own, *saved} if name not in own or name not in saved or own[name].shape != saved[name].shape]
+    if differ:
+        raise ValueError(f"the adapter in {folder} does not fit this model: {len(differ)} of its {len(saved)} tensors, such as "
+                         f"{min(differ)}, are missing or of another shape")
+    if not all(tensor.isfinite().all() for tensor in saved.values()):
+        raise ValueError(f"the adapter in {folder} holds numbers that are not finite")
+    return without_noise(model)
+
+
+def foreign(folder) -> str:
+    """Why an adapter's base model would not be the base model, or ""."""
+    with open(os.path.join(folder, "adapter_config.json")) as file:
+        config = json.load(file)
+    if config.get("peft_type") != "LORA" or config.get("use_dora"):
+        return "is no plain LoRA adapter, and this program trains no other"
+    if config.get("init_lora_weights") not in (True, False, None, "gaussian", "eva", "orthogonal"):
+        return (f"was made with init_lora_weights={config['init_lora_weights']!r}, which changes the base model's weights: convert it to "
+                f"a plain one first (PEFT: path_initial_model_for_weight_conversion)")
+    if config.get("bias", "none") != "none":
+        return f"trains biases of the base model (bias={config['bias']!r}), so that the model without it would not be the base model"
+    return ""
 
 
 def adapter_base(folder: str) -> str | None:
@@ -128,7 +170,7 @@ def freeze_reference(model):
     model.add_adapter("reference", copy.deepcopy(model.peft_config["default"]))
     set_peft_model_state_dict(model, get_peft_model_state_dict(model, adapter_name="default"), adapter_name="reference")
     model.set_adapter("default")
-    in_input_dtype(model)
+    without_noise(in_input_dtype(model))
 
 
 def load_reference(model, checkpoint: str):
@@ -136,7 +178,7 @@ def load_reference(model, checkpoint: str):
     if os.path.isdir(os.path.join(checkpoint, "reference")):
         model.load_adapter(os.path.join(checkpoint, "reference"), "reference")
         model.set_adapter("default")  # PEFT 0.20 leaves it without gradients
-        in_input_dtype(model)
+        without_noise(in_input_dtype(model))
 
 
 @contextmanager
