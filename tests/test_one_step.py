@@ -6,7 +6,7 @@ import re
 import pytest
 
 from rl.options import Config
-from tools import one_step
+from docs import one_step
 
 PAGE = one_step.PAGE.read_text()
 BLOCKS = {name: text.splitlines() for name, text in re.findall(r"```text (\S+)\n(.*?)\n```", PAGE, re.DOTALL)}

@@ -1,6 +1,6 @@
 """docs/one-step.md: one group of two short episodes, from prompt to gradient, with the numbers of a real run.
 
-    python -m tools.one_step        # from the repository's root: plays, learns, fills the page (seconds of one core)
+    python -m docs.one_step        # from the repository's root: plays, learns, fills the page (seconds of one core)
 
 The page's sentences are written by hand; its blocks, "```text NAME", are written by this file. Every number comes from the
 functions that `python grpo.py` calls, on the built-in game and model, in fp32 on a CPU.
@@ -23,7 +23,7 @@ from rl.sampling import sampler
 from rl.tiny import tiny
 from rl.train import Algorithm
 
-PAGE = Path(__file__).parent.parent / "docs" / "one-step.md"
+PAGE = Path(__file__).with_name("one-step.md")
 GAME = {"stages": 2, "commands": 3}
 TASK, SEED = "ash/train-0002", 10  # chosen so that the first episode succeeds and the second fails
 EPS = Options().eps
