@@ -110,7 +110,7 @@ def in_input_dtype(model):
     from peft.tuners.lora import LoraLayer
 
     for layer in model.modules():
-        if isinstance(layer, LoraLayer) and layer.get_base_layer().weight.dtype != torch.float32:
+        if isinstance(layer, LoraLayer) and next(layer.get_base_layer().parameters()).dtype != torch.float32:
             layer.cast_input_dtype_enabled = False  # PEFT's own switch
             for parts in (layer.lora_A, layer.lora_B):
                 for name, linear in list(parts.items()):

@@ -223,3 +223,152 @@ def test_four_bits_train(words, tmp_path):  # docs/faults.md, 25
         losses.append(loss.item())
     assert losses[-1] < losses[0] and all(p.dtype == torch.float32 for p in lora.parameters() if p.requires_grad)
     assert all(torch.equal(a, b) for a, b in zip(before, [p for p in lora.parameters() if not p.requires_grad]))
+
+
+def tiny_qwen2(vocab):
+    """A random Qwen2: its linear layers have biases."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = Qwen2ForCausalLM(Qwen2Config(
+            vocab_size=vocab, eos_token_id=2, pad_token_id=0, bos_token_id=None, hidden_size=128, intermediate_size=256,
+            num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=512, initializer_range=0.2))
+        for name, p in model.named_parameters():
+            if name.endswith("bias"):
+                p.data.normal_(0, 0.2)
+    return model.eval().requires_grad_(False)
+
+
+@needs_bitsandbytes
+@pytest.mark.parametrize("make", [tiny_qwen2, lambda vocab: tiny_qwen3(vocab, hidden_size=128, head_dim=32)], ids=["qwen2", "qwen3"])
+def test_four_bits_have_a_right_gradient_before_and_after_a_rollout(words, word_chat, tmp_path, make):  # docs/faults.md, 27
+    from bitsandbytes.functional import dequantize_4bit
+    from bitsandbytes.nn import Linear4bit
+
+    base = make(len(words))
+    model, _ = load_model(save(base, words, tmp_path / "m"), bits=4, device="cpu")
+    for name, module in model.named_modules():
+        if isinstance(module, Linear4bit):
+            base.get_submodule(name).weight.data = dequantize_4bit(module.weight.data, module.weight.quant_state).float()
+
+    def gradient(policy):
+        policy.zero_grad()
+        scores(policy)[0].sum().backward()
+        return torch.cat([p.grad.flatten().float() for p in policy.parameters() if p.requires_grad])
+
+    policies = [add_lora(own, rank=4) for own in (model, base)]
+    for policy in policies:
+        shake(policy)
+    before, exact = map(gradient, policies)
+    sampler(policies[0], word_chat, max_new_tokens=4)([word_chat.prompt([("user", "open the door")])] * 2)
+    assert torch.equal(gradient(policies[0]), before)
+    assert torch.cosine_similarity(before, exact, dim=0) > 0.99
+
+
+# What a model brings along
+
+def tiny_gpt2(vocab):
+    from transformers import GPT2Config, GPT2LMHeadModel
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return GPT2LMHeadModel(GPT2Config(vocab_size=vocab, n_embd=32, n_layer=2, n_head=2, n_positions=256, eos_token_id=2,
+                                          pad_token_id=0, bos_token_id=None)).eval().requires_grad_(False)
+
+
+def tiny_llama_with_dropout(vocab):
+    """Its attention dropout is a number, not a module."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return LlamaForCausalLM(LlamaConfig(
+            vocab_size=vocab, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, eos_token_id=2,
+            pad_token_id=0, bos_token_id=None, attention_dropout=0.3)).eval().requires_grad_(False)
+
+
+def tiny_mixtral_with_jitter(vocab):
+    """Its router adds noise in training mode."""
+    from transformers import MixtralConfig, MixtralForCausalLM
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return MixtralForCausalLM(MixtralConfig(
+            vocab_size=vocab, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2,
+            num_local_experts=4, eos_token_id=2, pad_token_id=0, bos_token_id=None, router_jitter_noise=0.3,
+            sliding_window=None)).eval().requires_grad_(False)
+
+
+@pytest.mark.parametrize("make", [tiny_gpt2, tiny_llama_with_dropout, tiny_mixtral_with_jitter])
+def test_nothing_is_random_in_training_mode(words, tmp_path, make):  # docs/faults.md, 29
+    plain = make(len(words))
+    assert not torch.equal(scores(plain.train())[0], scores(plain)[0]), "the model has no noise to switch off"
+    model, _ = load_model(save(plain.eval(), words, tmp_path / "m"), bits=32, device="cpu")
+    policy = add_lora(model, rank=4)
+    shake(policy)
+    want = scores(policy)[0]
+    assert torch.equal(scores(policy.train())[0], want)
+    freeze_reference(policy)
+    assert torch.equal(scores(policy.train())[0], want)
+    with reference(policy):
+        assert torch.equal(scores(policy)[0], want)
+
+
+@pytest.mark.parametrize("change, said", [
+    ({"lora_dropout": 0.5}, None), ({"init_lora_weights": "gaussian"}, None), ({"lora_bias": True}, None),
+    ({"init_lora_weights": "pissa"}, "changes the base model"), ({"init_lora_weights": "olora"}, "changes the base model"),
+    ({"bias": "all"}, "trains biases"), ({"bias": "lora_only"}, "trains biases"), ({"use_dora": True}, "no plain LoRA")])
+def test_an_adapter_from_elsewhere_is_right_or_refused(words, tmp_path, change, said):  # docs/faults.md, 30
+    from peft import LoraConfig, PeftModel, get_peft_model
+
+    base = tiny_qwen2(len(words))
+    folder = save(base, words, tmp_path / "base")
+    other = get_peft_model(base, LoraConfig(**{"r": 4, "target_modules": ["q_proj", "v_proj"], "task_type": "CAUSAL_LM"} | change))
+    shake(other)
+    for name, p in other.named_parameters():
+        if "lora" in name and name.endswith("bias"):
+            p.data.normal_(0, 0.2)
+    other.save_pretrained(tmp_path / "adapter")
+    model, _ = load_model(folder, bits=32, device="cpu")
+    plain = scores(model)[0]
+    if said:
+        with pytest.raises(ValueError, match=said):
+            load_adapter(model, str(tmp_path / "adapter"))
+        return
+    want = scores(PeftModel.from_pretrained(load_model(folder, bits=32, device="cpu")[0], tmp_path / "adapter").eval())[0]
+    policy = load_adapter(model, str(tmp_path / "adapter"))
+    freeze_reference(policy)
+    assert torch.allclose(scores(policy.train())[0], want, atol=1e-5) and not torch.allclose(want, plain, atol=1e-2)
+    with reference(policy):
+        assert torch.allclose(scores(policy)[0], want, atol=1e-5)
+    with policy.disable_adapter():
+        assert torch.equal(scores(policy)[0], plain)
+
+
+def test_biases_of_an_adapter_count_in_every_type(words, tmp_path):  # docs/faults.md, 30
+    from peft import LoraConfig, PeftModel, get_peft_model
+
+    base = tiny_qwen2(len(words))
+    folder = save(base, words, tmp_path / "base")
+    other = get_peft_model(base, LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM", lora_bias=True))
+    for name, p in other.named_parameters():
+        if "lora_B" in name and name.endswith("bias"):
+            p.data.normal_(0, 0.5)
+    other.save_pretrained(tmp_path / "adapter")
+    plain, theirs, ours = (load_model(folder, bits=16, device="cpu")[0] for _ in range(3))
+    want = scores(PeftModel.from_pretrained(theirs, tmp_path / "adapter").eval())[0]
+    assert (want - scores(plain)[0]).abs().max() > 1
+    assert torch.allclose(scores(load_adapter(ours, str(tmp_path / "adapter")))[0], want, atol=0.2)
+
+
+@pytest.mark.parametrize("harm, said", [
+    (lambda tensors: tensors.pop(next(iter(tensors))), "1 of its 27 tensors"),
+    (lambda tensors: tensors.update({"base_model.model.more.weight": torch.zeros(1)}), "1 of its 29 tensors"),
+    (lambda tensors: next(iter(tensors.values())).fill_(torch.nan), "not finite")])
+def test_an_adapter_that_does_not_fit_is_refused(policy, folder, tmp_path, harm, said):  # docs/faults.md, 30
+    from safetensors.torch import load_file, save_file
+
+    policy.save_pretrained(tmp_path / "adapter")
+    tensors = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    harm(tensors)
+    save_file(tensors, tmp_path / "adapter" / "adapter_model.safetensors")
+    with pytest.raises(ValueError, match=said):
+        load_adapter(load_model(folder)[0], str(tmp_path / "adapter"))
