@@ -72,7 +72,7 @@ def token_logprobs(model, ids_BT):
 
 
 def main(steps=60, seed=0, tasks_per_step=16, group=8, num_tests=64):
-    # The policy: a frozen model and a LoRA adapter, which is trained. `tiny()` is a folder; an instruct model's name works too.
+    # The policy: a frozen model with a LoRA adapter to train. `tiny()` is a folder; the name of an instruct model works too.
     set_seed(seed)
     tokenizer = AutoTokenizer.from_pretrained(tiny())
     base = AutoModelForCausalLM.from_pretrained(tiny(), dtype=torch.float32)
