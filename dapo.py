@@ -90,7 +90,7 @@ class Options:
 
 
 def algorithm(options, group_advantages) -> dict:
-    """The fields of `Algorithm` in rl/train.py, for anything with the attributes of `Options`; the advantages are GRPO's (Eq. 9)."""
+    """The fields of rl/train.py's `Algorithm`, for anything with the attributes of `Options`. The advantages are GRPO's (Eq. 9)."""
     def shape_rewards(rewards_N, lengths_N):
         cache = options.overlong_cache or max(options.overlong_max // 5, 1)
         return rewards_N + overlong_penalty(lengths_N, options.overlong_max, cache) if options.overlong_max else rewards_N

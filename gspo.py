@@ -54,7 +54,7 @@ class Options:
 
 
 def algorithm(options, group_advantages) -> dict:
-    """The fields of `Algorithm` in rl/train.py, for anything with the attributes of `Options`; the advantages are GRPO's (Eq. 6)."""
+    """The fields of rl/train.py's `Algorithm`, for anything with the attributes of `Options`. The advantages are GRPO's (Eq. 6)."""
     return {"name": "gspo", "advantages": group_advantages, "clip": (options.eps_low, options.eps_high), "sequence_ratio": True,
             "loss": lambda batch: gspo_loss(
                 batch.logp_BT, batch.old_logp_BT, batch.advantages_B, batch.mask_BT, num_trajectories=batch.num_trajectories,

@@ -5,7 +5,7 @@
     accelerate launch --num_processes 4 -m examples.trl_enriched          # on four cards (not run; see note 6)
 
 Written for TRL 1.16, by its `rollout_func`: TRL hands over the prompts of this process, here the names of tasks, and gets
-back ids, a mask and log-probs. So episodes are played by rollout.py in EnrichedEnv, and losses, optimizer, processes and
+back ids, a mask and log-probs. So episodes are played by rl/rollout.py in EnrichedEnv, and losses, optimizer, processes and
 checkpoints are TRL's. (`environment_factory`, its other way, lets a model act by tool calls; a policy here acts in text.)
 
 1. The schedule's step is TRL's own count of optimizer steps, so it also holds after a resume.

@@ -15,7 +15,7 @@ Where TRL's definitions differ from ours:
    rows, so this is num_trajectories = rows * micro-batches.
 2. In "dapo" num_tokens is TRL's: the tokens of all that was generated together, shared out evenly over its optimizer steps
    and processes. With one step per generation that is the paper's sum over the batch; with `steps_per_generation` above
-   `gradient_accumulation_steps` the mini-batches of learner.py have their own sums instead.
+   `gradient_accumulation_steps` the mini-batches of rl/learner.py have their own sums instead.
 3. A completion is one row, so lengths_B is the row's. Advantages stay TRL's: its eps beside the standard deviation is
    1e-4, ours 1e-6. Dynamic sampling and the overlong penalty of dapo.py are not in the loss, so not here.
 4. TRL's other terms (see `foreign`) are refused, not silently left out. Text alone, no images.

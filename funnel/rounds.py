@@ -1,10 +1,10 @@
 """The rounds of the Experience Funnel (arXiv 2609.08919): how the equations of distill.py are used.
 
     for k = 1, 2, ...
-        Phase I    S_k     reflect on episodes of the pair, edit, accept if validation success rises        `evolve_state`
-        Phase II   labels  play each instance without a state, with S_k-1 and with S_k, select, ask the teacher    `choose_and_teach`
-                   pi_k    optimizer steps on L_RL + lambda L_distill, commit if validation success does not fall    `train_policy`
-        report     the pair on validation tasks                                                              `close_round`
+        Phase I     S_k: reflect on episodes of the pair, edit, accept if validation success rises          `evolve_state`
+        Phase II    play each instance without a state, with S_k-1 and with S_k; select; ask the teacher    `choose_and_teach`
+                    pi_k: minimise L_RL + lambda L_distill, commit if validation success does not fall      `train_policy`
+        report      the pair on validation tasks                                                            `close_round`
 
 (The paper counts from S_k to S_k+1; here round k writes S_k and pi_k, from S_k-1 and the last committed policy, `policy`.)
 """
@@ -27,7 +27,7 @@ from funnel.state import apply_edits, edit_budget, entries, read_state
 from funnel.teacher import Item, add_likely_tokens, check_tokenizer, consult, distillation_gradient, load_items, save_items, weigh
 from rl.evaluation import fixed_tasks, success_table
 from rl.logs import read, record, replace_file
-from rl.model import make_optimizer
+from rl.learner import make_optimizer
 from rl.runs import disk_is_full, run_folder, write_config
 from rl.tokens import log_tokens
 from rl.train import Algorithm, Step
@@ -173,10 +173,13 @@ def choose_and_teach(run, k, policy, previous, state):
 
 def rl_term(name, weight) -> Algorithm:
     """The state-free RL loss of Eq. 9, times its weight, with its paper's defaults; DAPO samples a batch three times at most."""
-    term = {"grpo": grpo.algorithm(grpo.Options()),
-            "dapo": dapo.algorithm(dapo.Options(max_rounds=3), grpo.group_advantages),
-            "gspo": gspo.algorithm(gspo.Options(), grpo.group_advantages)}[name]
+    term = RL_TERMS[name]()
     return Algorithm(**term | {"loss": lambda batch: weight * term["loss"](batch)})
+
+
+RL_TERMS = {"grpo": lambda: grpo.algorithm(grpo.Options()),
+            "dapo": lambda: dapo.algorithm(dapo.Options(max_rounds=3), grpo.group_advantages),
+            "gspo": lambda: gspo.algorithm(gspo.Options(), grpo.group_advantages)}
 
 
 def train_policy(run, k, policy, taught):
@@ -201,17 +204,17 @@ def train_policy(run, k, policy, taught):
 
     with run.training(k, start=policy) as model:
         optimizer = make_optimizer(model, config.lr, config.optimizer)
-        do = Step(config, rl_term(config.rl_loss, config.rl_weight), model, optimizer, run.chat)
+        trainer = Step(config, rl_term(config.rl_loss, config.rl_weight), model, optimizer, run.chat)
         for step in tqdm(range((k - 1) * config.steps + 1, k * config.steps + 1), desc=f"round {k}", disable=None, leave=False):
             # Play without a state, for the RL term
             groups, played = [], []
             if config.rl_weight:
-                groups, played = do.play(step, run.tasks["train"], lambda requests: run.episodes(requests, ""),
+                groups, played = trainer.play(step, run.tasks["train"], lambda requests: run.episodes(requests, ""),
                                          stream=f"{run.phase} ")
             batch = [trajectory for group in groups for trajectory in group]
             # Update: Eq. 9
-            stats = do.learn(step, batch, do.advantages(batch), more=distilled if items else None)
-            do.refuse_to_go_on(step)
+            stats = trainer.learn(step, batch, trainer.advantages(batch), more=distilled if items else None)
+            trainer.refuse_to_go_on(step)
             # Log
             optimizer_steps += stats["optimizer_steps"]
             run.log(k, played, episodes="rl", optimizer_step=step, **stats)

@@ -3,7 +3,8 @@
     chat = Chat(tokenizer)
     chat.prompt([("system", "Play."), ("user", "You see a door."), ("assistant", sampled_ids), ("user", "It opens.")])
 
-A sampled action is put in as the ids that were sampled: nothing is decoded and encoded again.
+The template is rendered around placeholders. Only its own text is encoded with special tokens; a content is text
+from outside, encoded without, or a list of ids that the policy sampled, put in as it is.
 """
 import json
 import re
@@ -17,12 +18,6 @@ END_TOKENS = ("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|end_of_text|>", "<
 
 
 class Chat:
-    """Prompts as token ids through a tokenizer's chat template, with contents that cannot forge a turn.
-
-    The template is rendered around placeholders. Only its own text is encoded with special tokens; a content is text
-    from outside, encoded without, or a list of ids that the policy sampled, put in as it is.
-    """
-
     def __init__(self, tokenizer, thinking: bool = False, end_ids=None):
         self.tokenizer, self.thinking = tokenizer, thinking
         unknown = tokenizer("\ue000", add_special_tokens=False)["input_ids"]  # a word tokenizer's <unk> may appear

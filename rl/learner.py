@@ -3,12 +3,12 @@
     logp_BT, entropy_BT = token_logps(model, ids_BT, mask_BT)
     stats = update(model, optimizer, batch, advantages_N, algorithm, UpdateOptions(pad_id=...))
 
-A loss returns its micro-batch's share of the whole batch's loss (the normalisers are arguments), so the gradient does
-not depend on how rows are packed, up to rounding. Where memory runs out, rows are packed smaller, and the run goes on.
-
 `token_logps` is the one function for new, old and reference log-probs, so their ratios carry no error of a second
 code path. It projects the hidden states to logits only where a token was sampled, in chunks, with a softmax in fp32,
 and makes them again in the backward pass: at a vocabulary of 151,936 the logits of 256 tokens take 0.15 GiB in fp32.
+
+A loss returns its micro-batch's share of the whole batch's loss (the normalisers are arguments), so the gradient does
+not depend on how rows are packed, up to rounding. Where memory runs out, rows are packed smaller, and the run goes on.
 """
 import gc
 import math
@@ -178,7 +178,7 @@ def add_gradient(share, parameters):
 
 
 def score(model, items, algorithm, how, of_batch) -> MicroBatch:
-    """The micro-batch of these items, (row, advantage, tokens of its trajectory, old log-probs or None); of_batch: the two normalisers."""
+    """The micro-batch of these items, (row, advantage, tokens of its trajectory, old log-probs or None). of_batch: its normalisers."""
     rows, advantages, lengths, old_logps = zip(*items)
     ids_BT, mask_BT = pad(rows, how.pad_id, model.device)
     ref_logp_BT = None
@@ -203,15 +203,25 @@ def score(model, items, algorithm, how, of_batch) -> MicroBatch:
 
 # The update
 
-def update(model, optimizer, batch, advantages_N, algorithm, how, more=None):
-    """`how.minibatches` optimizer steps on a batch of N trajectories; returns the metrics.
+def make_optimizer(model, lr: float, name: str = "adamw"):
+    """AdamW over the trainable parameters, without weight decay; "paged_adamw_8bit" keeps its state in 8 bits."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    if name == "adamw":
+        return torch.optim.AdamW(parameters, lr=lr, weight_decay=0.0)
+    if name == "paged_adamw_8bit":
+        from bitsandbytes.optim import PagedAdamW8bit
+        return PagedAdamW8bit(parameters, lr=lr, weight_decay=0.0)
+    raise ValueError(f"optimizer must be adamw or paged_adamw_8bit, got {name!r}")
 
-    algorithm: its `loss(MicroBatch)` returns a scalar share; `use_reference`, `clip` and `sequence_ratio` as in rl/train.py.
+
+def update(model, optimizer, batch, advantages_N, algorithm, how, more=None):
+    """`how.minibatches` optimizer steps on a batch of N trajectories; returns the metrics. algorithm: see rl/train.py.
+
     Old log-probs come from the same code path as the new ones: detached from them when there is one update, computed before the
     first of several; a row that was sampled in another context brings its own (`Row.old_logp`). Rows without advantage are not
-    computed unless there is a reference, whose KL they pay; the normalisers count them all the same, and the metrics are over
-    the rows computed. more(k, micro-batch tokens) adds the gradient of another term of the loss to optimizer step k and returns its
-    value and these tokens, fewer where memory ran out (the Funnel's Eq. 9); the batch may then be empty. An optimizer step whose gradient is not finite is left out and counted
+    computed unless there is a reference, whose KL they pay; the normalisers count them all the same. more(k, micro-batch tokens)
+    adds the gradient of another term of the loss to optimizer step k and returns its value and these tokens, fewer where memory ran
+    out (the Funnel's Eq. 9); the batch may then be empty. An optimizer step whose gradient is not finite is left out and counted
     (`skipped_steps`). Raises FloatingPointError when a step makes a parameter that is not finite.
     """
     trainable = [p for p in model.parameters() if p.requires_grad]

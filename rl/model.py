@@ -1,4 +1,4 @@
-"""A Hugging Face causal LM with a LoRA adapter: loading, adapters, the reference, the optimizer.
+"""A Hugging Face causal LM with a LoRA adapter: loading, adapters, the reference.
 
     from rl.model import load_model, add_lora
     base, tokenizer = load_model("Qwen/Qwen3-4B", bits=4)
@@ -151,14 +151,3 @@ def reference(model):
         yield
     finally:
         model.set_adapter("default")
-
-
-def make_optimizer(model, lr: float, name: str = "adamw"):
-    """AdamW over the trainable parameters, without weight decay; "paged_adamw_8bit" keeps its state in 8 bits."""
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    if name == "adamw":
-        return torch.optim.AdamW(parameters, lr=lr, weight_decay=0.0)
-    if name == "paged_adamw_8bit":
-        from bitsandbytes.optim import PagedAdamW8bit
-        return PagedAdamW8bit(parameters, lr=lr, weight_decay=0.0)
-    raise ValueError(f"optimizer must be adamw or paged_adamw_8bit, got {name!r}")

@@ -7,7 +7,8 @@ from safetensors import SafetensorError
 
 from envs import BadInput
 from rl.chat import Chat
-from rl.model import add_lora, adapter_base, freeze_reference, load_adapter, load_model, load_reference, make_optimizer
+from rl.learner import make_optimizer
+from rl.model import add_lora, adapter_base, freeze_reference, load_adapter, load_model, load_reference
 from rl.runs import write_config
 from rl.tiny import tiny
 from rl.warmstart import warm_up
@@ -16,7 +17,7 @@ CANNOT_LOAD = (OSError, ValueError, ImportError, RuntimeError, SafetensorError, 
 
 
 def load_policy(config, options, checkpoint=None):
-    """(model with its adapter, Chat). config: `rl.options.Playing`; options: of the environment. What cannot be loaded is one line."""
+    """(model with its adapter, Chat). config: `rl.options.Playing`; options: of the environment. Raises BadInput with one line."""
     name, folder = config.model, checkpoint or config.adapter
     trained_on = adapter_base(folder) if folder else None
     if name == "tiny":

@@ -47,7 +47,7 @@ class Row:
     ids: list[int]
     mask: list[int]  # 1 where the policy sampled the token
     old_logp: list[float] | None = None  # only where the policy sampled in another context than `ids`
-    sampled_logp: list[float] = field(default_factory=list, compare=False)  # by the sampler, 0 where the mask is 0; empty: not known
+    sampled_logp: list[float] = field(default_factory=list, compare=False)  # by the sampler, 0 where the mask is 0, or []
 
 
 @dataclass
@@ -76,8 +76,8 @@ class Trajectory:
 # The conversation so far, as messages and as rows of tokens
 
 def messages_of(trajectory, chat, history):
-    """The conversation that the next prompt is made of. An observation is the user's, or of role "tool", one a result; a hint stands
-    at the end of the last."""
+    """The conversation that the next prompt is made of. An observation is a message of the user, or one of role "tool" for each
+    result; a hint stands at the end of the last."""
     turns = trajectory.turns
     messages = [("system", trajectory.system_prompt)] if trajectory.system_prompt else []
     if history == "full":
@@ -110,19 +110,15 @@ def add_turn(rows: list[Row], prompt_ids: list[int], action_ids: list[int]):
     rows[-1].sampled_logp += [0.0] * len(new) + (getattr(action_ids, "logps", None) or [])
 
 
-# Playing
-
 def rollout(act, chat: Chat, envs: list, requests: list[Request], *, max_turns: int, max_new_tokens: int = 32,
             max_context: int = 2048, history: str = "full", step_timeout: float = 0.0) -> list[Trajectory]:
-    """Play every request, at most len(envs) at a time; results in the order of the requests. It has nine parameters, as an
-    episode has these limits.
+    """Play every request, at most len(envs) at a time; results in the order of the requests.
 
     act: `act(prompts) -> sampled ids` for a batch of prompts (see sampling.py); `act([])` says that no episode goes on.
-    max_turns: actions per episode.
-    max_context: tokens of prompt and action together. history: "full" keeps the conversation, "window:2" rebuilds each
-    prompt from the first observation, all past actions and the last 2 observations. An exception inside an environment,
-    or an answer that is not of the contract's types, ends that episode alone: end "env_error", reward NaN. So does a
-    reset or step that takes longer than `step_timeout` seconds (0: no limit; in the main thread only).
+    max_turns: actions per episode. max_context: tokens of prompt and action together. history: "full" keeps the conversation,
+    "window:2" rebuilds each prompt from the first observation, all past actions and the last 2 observations. An environment that
+    raises, answers out of its contract's types or takes longer than `step_timeout` seconds (0: no limit; in the main thread
+    only) ends its episode alone: end "env_error", reward NaN.
     """
     if history != "full" and not re.fullmatch(r"window:[1-9]\d*", history):
         raise BadInput(f"history must be full or window:N, got {history!r}")

@@ -53,7 +53,7 @@ def sampler(model, chat, *, temperature: float = 1.0, max_new_tokens: int = 32, 
         # Tokens until every row has ended
         training = model.training
         model.eval()  # in training mode with activation checkpointing, generate would drop its cache
-        # The head gets the last position's states as a tensor of their own: for a slice of a prompt's, PyTorch copies it for each row
+        # The head gets the last position's states as a tensor of their own: for a slice, PyTorch copies the head for each row
         hook = causal.get_output_embeddings().register_forward_pre_hook(
             lambda head, args: (args[0].clone(memory_format=torch.contiguous_format),))
         try:

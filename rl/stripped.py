@@ -56,7 +56,8 @@ def train_context(config, batch, chat, model):
         rows = rebuild_rows(without_hints(trajectory), chat, config.history)
         if config.enrich_train_context == "stripped-ratio":
             # The sampled tokens come in the same order, cut into rows in another way perhaps
-            logps = iter([logp for row, logp_T in zip(trajectory.rows, sampled_logps) for logp, own in zip(logp_T, row.mask) if own])
+            logps = iter([logp for row, logp_T in zip(trajectory.rows, sampled_logps)
+                          for logp, own in zip(logp_T, row.mask) if own])
             for row in rows:
                 row.old_logp = [next(logps) if own else 0.0 for own in row.mask]
         return replace(trajectory, rows=rows)

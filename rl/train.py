@@ -43,14 +43,11 @@ class Algorithm:
     use_reference: bool = False  # does the loss need the reference's log-probs?
     sequence_ratio: bool = False  # is clip_fraction over rows, not tokens?
     fill: Callable = lambda sample, num_groups: sample(num_groups)  # -> the groups to train on; sample(n) plays n new ones
-    shape_rewards: Callable = lambda rewards_N, lengths_N: rewards_N  # -> what the advantages see; metrics keep the environment's own
+    shape_rewards: Callable = lambda rewards_N, lengths_N: rewards_N  # -> what the advantages see; metrics keep rewards_N
 
 
-class Diverged(BadInput):
-    """No finite gradient, or parameters or probabilities that are not finite."""
-
-    def __init__(self, step, why):
-        super().__init__(f"step {step}: {why}; lower --lr, and --resume if a checkpoint was saved before")
+def diverged(step, why) -> BadInput:
+    return BadInput(f"step {step}: {why}; lower --lr, and --resume if a checkpoint was saved before")
 
 
 class Step:
@@ -85,7 +82,7 @@ class Step:
         try:
             groups = self.algorithm.fill(sample, config.tasks_per_step)
         except FloatingPointError as error:
-            raise Diverged(step, error) from error
+            raise diverged(step, error) from error
         refuse_if_hopeless(played, config.max_context, f"step {step}: ")
         return groups, played
 
@@ -104,15 +101,15 @@ class Step:
         try:
             stats = update(self.model, self.optimizer, batch, advantages_N, self.algorithm, how, more)
         except FloatingPointError as error:
-            raise Diverged(step, error) from error
+            raise diverged(step, error) from error
         self.micro_batch_tokens = min(self.micro_batch_tokens, stats["micro_batch_tokens"])
         self.skipped = self.skipped + 1 if stats["skipped_steps"] == config.minibatches else 0
         return stats
 
     def refuse_to_go_on(self, step):
-        """After five steps without a finite gradient; the weights are still those from before the first of them."""
+        """After five steps without a finite gradient; the weights are those from before the first of them."""
         if self.skipped == 5:
-            raise Diverged(step, "the gradient was not finite in five steps in a row; the state before them is kept")
+            raise diverged(step, "the gradient was not finite in five steps in a row; the state before them is kept")
 
 
 def train(config, algorithm):
@@ -140,31 +137,30 @@ def train(config, algorithm):
             return result
 
         valid = success(0, "valid")["success"] if config.eval_every and first_step == 1 else None
-        do = Step(config, algorithm, model, optimizer, chat)
+        trainer = Step(config, algorithm, model, optimizer, chat)
         bar = tqdm(range(first_step, config.steps + 1), initial=first_step - 1, total=config.steps, disable=None)
         for step in bar:
             # Play: groups of episodes, of one task and one seed each, until the algorithm has its batch
-            started, shown, enriched = time.perf_counter(), envs, None
-            if config.enrich != "none":
-                now = schedule.at(step)
-                shown, enriched = now.wrap(envs), now.enriched
-            groups, played = do.play(step, tasks["train"], lambda requests: rollout(act, chat, shown, requests, **limits), enriched)
+            started, now = time.perf_counter(), schedule.at(step)
+            shown, enriched = (envs, None) if config.enrich == "none" else (now.wrap(envs), now.enriched)
+            groups, played = trainer.play(
+                step, tasks["train"], lambda requests: rollout(act, chat, shown, requests, **limits), enriched)
             played_at = time.perf_counter()
 
             # Advantages: how far each episode stands out in its group
             batch = [trajectory for group in groups for trajectory in group]
-            advantages_N = do.advantages(batch)
+            advantages_N = trainer.advantages(batch)
             if config.enrich_positive_only:
                 advantages_N = advantages_N.clamp(min=0)
 
             # Update: optimizer steps on the rows that were sampled
             if config.enrich_train_context != "as-sampled":
                 batch = train_context(config, batch, chat, model)
-            watched = watch(config, model, batch, chat, do.micro_batch_tokens) if config.log_tokens else None
-            stats = do.learn(step, batch, advantages_N)
-            if do.skipped == 5:
+            watched = watch(config, model, batch, chat, trainer.micro_batch_tokens) if config.log_tokens else None
+            stats = trainer.learn(step, batch, advantages_N)
+            if trainer.skipped == 5:
                 save_checkpoint(folder, model, optimizer, step - 5)
-            do.refuse_to_go_on(step)
+            trainer.refuse_to_go_on(step)
 
             # Log
             metrics = {"step": step, **episode_metrics(played, config.group), "groups": len(groups), **stats,
@@ -205,6 +201,6 @@ def train(config, algorithm):
     trained = f"after {config.steps} steps" if config.steps else "after the warm start"
     print("\n" + success_table(" ".join([config.env, *config.env_options]), [("base model", base), (trained, final)]))
     if (folder / "report.html").exists():
-        print(f"{folder}/report.html is of before: python report.py {folder} makes it anew")
+        print(f"{folder}/report.html shows an earlier state of the run: python report.py {folder} makes it anew")
     print(f"{folder}/ holds {', '.join(sorted(path.name for path in folder.iterdir()))}")
     return folder
