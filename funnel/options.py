@@ -53,7 +53,7 @@ def with_defaults(config):
     """Fill in what depends on other options, and refuse what cannot work, before anything is loaded or written."""
     for name, allowed in CHOICES.items():
         if getattr(config, name) not in allowed:
-            raise BadInput(f"--{name.replace('_', '-')} must be {', '.join(map(str, filter(None, allowed)))} in distill.py, got "
+            raise BadInput(f"--{name.replace('_', '-')} must be {', '.join(filter(None, map(str, allowed)))} in distill.py, got "
                            f"{getattr(config, name)}")
     for name in ("rounds", "outcomes_per_condition", "reflection_batch", "instances", "distill_batch", "state_limit",
                  "editor_tokens", "editor_characters", "edits_first", "edits_last"):

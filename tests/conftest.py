@@ -3,8 +3,10 @@
 No test needs weights from the network but those with `smollm2`, which skip without it.
 """
 import copy
+import importlib.util
 import os
 import random
+import shutil
 import sys
 import tarfile
 from pathlib import Path
@@ -20,14 +22,27 @@ torch.set_num_threads(1)
 
 from envs import BadInput, Env  # noqa: E402
 from envs.keydoor import COLOURS, HOUSES, METALS, KeyDoor  # noqa: E402
-from model import add_lora  # noqa: E402
-from rollout import Chat  # noqa: E402
+from rl.chat import Chat  # noqa: E402
+from rl.learner import pad, token_logps  # noqa: E402
+from rl.logs import read  # noqa: E402
+from rl.model import add_lora  # noqa: E402
+from rl.rollout import Request, Row, Trajectory, rollout  # noqa: E402
+from rl.sampling import sampler  # noqa: E402
+from rl.tiny import CHAT_TEMPLATE, word_tokenizer  # noqa: E402
+from rl.train import Algorithm, Step  # noqa: E402
 
 WORDS = ["you see a door . key go wait win lose stop play : action 1 2 3 4 5 6 7 8 9 alpha beta gamma delta epsilon",
          KeyDoor.system_prompt, "take the key", "unlock", "open door", "say impossible", "commands : |", "hint , then",
          "taken unlocked opened right the alarm rings that is not a command you are in the house",
          *METALS, *COLOURS, *HOUSES]
+TOKENIZERS = ["words", "toy", "qwen3", "qwen3_5", "smollm2_tokenizer"]
+every_tokenizer = pytest.mark.parametrize("tokenizer", TOKENIZERS, indirect=True)
+needs_simulator = pytest.mark.skipif(
+    shutil.which("java") is None or importlib.util.find_spec("scienceworld") is None, reason="needs Java and scienceworld")
+needs_bfcl = pytest.mark.skipif(importlib.util.find_spec("bfcl_eval") is None, reason="needs envs/bfcl-requirements.txt")
 
+
+# Models and tokenizers
 
 def tiny_qwen3(vocab, end=2, pad=0, seed=0, **more):
     """A random Qwen3 of two layers in fp32, its weights wide enough for log-probs that differ."""
@@ -48,7 +63,6 @@ def toy_bpe():
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    from tiny import CHAT_TEMPLATE
     letters = pre_tokenizers.ByteLevel.alphabet()
     vocabulary = {token: i for i, token in enumerate(["<|endoftext|>", "<|im_start|>", "<|im_end|>", *sorted(letters),
                                                       "ab", "abab"])}
@@ -57,6 +71,15 @@ def toy_bpe():
     return PreTrainedTokenizerFast(tokenizer_object=bpe, chat_template=CHAT_TEMPLATE, eos_token="<|im_end|>",
                                    pad_token="<|endoftext|>", additional_special_tokens=["<|im_start|>"])
 
+
+def tiny_gpt2(vocab):
+    from transformers import GPT2Config, GPT2LMHeadModel
+    torch.manual_seed(0)
+    return GPT2LMHeadModel(GPT2Config(vocab_size=vocab, n_positions=1024, n_embd=64, n_layer=2, n_head=4, eos_token_id=2,
+                                      initializer_range=0.3)).eval()
+
+
+# Episodes
 
 class FakeEnv(Env):
     """A toy that ignores the actions and plays its task, a script of words: "wait wait win"."""
@@ -97,10 +120,54 @@ class FakePolicy:
         return [list(self.answers[min(len(self.prompts), len(self.answers)) - 1]) for _ in prompts]
 
 
+def ended(chat, text="go"):
+    return [*chat.text_ids(text), chat.tokenizer.eos_token_id]
+
+
+def play(chat, act, *tasks, env=FakeEnv, envs=8, **limits):
+    requests = [Request(task, group=n, seed=n) for n, task in enumerate(tasks)]
+    return rollout(act, chat, [env() for _ in range(envs)], requests, **{"max_turns": 4, "max_new_tokens": 8, **limits})
+
+
+def sampled(row):
+    return [i for i, m in zip(row.ids, row.mask) if m]
+
+
+GAME = {"stages": 6, "commands": 4, "practice": True}
+
+
+class Shouting(KeyDoor):
+    """Goes on whatever is said, some episodes longer than others, with answers of different lengths."""
+    def step(self, action):
+        self.stage = min(self.stage + 1, self.stages - 1)
+        over = len(action) % 7 == 0
+        return "Taken. " * (len(action) % 5) + self._view(), 0.0, over, False, self._info(valid=True)
+
+
+def play_shouting(model, chat, *, envs=20, temperature=1.0, keep_cache=True, history="full"):
+    requests = [Request(task, n, n) for n, task in enumerate(KeyDoor.tasks("train", **GAME)[:5]) for _ in range(4)]
+    act = sampler(model, chat, temperature=temperature, max_new_tokens=8, keep_cache=keep_cache)
+    torch.manual_seed(0)
+    return rollout(act, chat, [Shouting(**GAME) for _ in range(envs)], requests, max_turns=6, history=history)
+
+
+def drawn_requests(config, step, tasks, *groups, enriched=None):
+    """What training plays in this step where it asks for so many groups at a time."""
+    requests = []
+
+    def episodes(new):
+        requests.extend(new)
+        return [Trajectory(r.task, r.group, r.seed, r.enriched, end="failure") for r in new]
+
+    algorithm = Algorithm("none", None, None, (0, 0), fill=lambda sample, _: [group for n in groups for group in sample(n)])
+    Step(config, algorithm, None, None, None).play(step, tasks, episodes, enriched)
+    return requests
+
+
+# Rows
+
 def make_rows(vocab, lengths=(9, 14, 5, 11, 7, 12), seed=0):
     """Ragged rows: a prompt of 3, then two actions with an observation of 2 between; pad and end ids among all."""
-    from rollout import Row
-
     rng = random.Random(seed)
     rows = []
     for length in lengths:
@@ -115,6 +182,16 @@ def batch_of(rows):
     """Trajectories as the learner sees them; a list of rows is a trajectory cut in pieces."""
     rows = [row if isinstance(row, list) else [row] for row in rows]
     return [SimpleNamespace(rows=part, length=sum(sum(row.mask) for row in part)) for part in rows]
+
+
+def scores(model, temperature=1.0, seed=0, **how):
+    """Log-probs [B, T] of ragged rows, with ids and mask."""
+    ids, mask = pad(make_rows(model.config.vocab_size, seed=seed), 0, model.device)
+    return token_logps(model, ids, mask, temperature, **how)[0], ids, mask
+
+
+def random_logits(*shape, seed=0, scale=3.0):
+    return scale * torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 def watched(model, monkeypatch):
@@ -132,10 +209,36 @@ def watched(model, monkeypatch):
     return seen
 
 
+# Runs of the programs
+
+SMALL = ["--steps", "2", "--tasks-per-step", "3", "--group", "4", "--eval-episodes", "12", "--eval-every", "2",
+         "--env-options", "stages=2", "commands=4"]
+CLOCK = {"rollout_seconds", "learn_seconds", "rollout_tokens_per_second", "learn_tokens_per_second", "peak_memory_bytes"}
+
+
+def metrics(folder):
+    return [{key: value for key, value in row.items() if key not in CLOCK} for row in read(folder / "metrics.jsonl")]
+
+
+@pytest.fixture(scope="session")
+def run(tmp_path_factory):
+    """The folder of a run of two steps. No test changes it."""
+    import grpo
+    folder = tmp_path_factory.mktemp("runs") / "run"
+    grpo.main([*SMALL, "--out", str(folder)])
+    return folder
+
+
+def edit(op, target=None, content=None):
+    """An edit of the Experience Funnel's state."""
+    return {"op": op, **({"target": target} if target else {}), **({"content": content} if content else {})}
+
+
+# Fixtures: models and tokenizers
+
 @pytest.fixture(scope="session")
 def words():
-    """The word tokenizer of tiny.py."""
-    from tiny import word_tokenizer
+    """The word tokenizer of rl/tiny.py."""
     return word_tokenizer(WORDS)
 
 

@@ -10,9 +10,9 @@ import torch
 from conftest import tiny_qwen3
 
 import bench
-import bench_work
 from envs import BadInput
-from model import add_lora
+from rl.model import add_lora
+from tools import bench_ours, bench_side
 
 SMALL = ["--rows", "2", "--group", "2", "--episodes", "2", "--tokens", "40", "--prompt-tokens", "20", "--new-tokens", "3",
          "--observation-tokens", "12", "--pairs", "1", "--growth-turns", "5", "--growth-episodes", "1"]
@@ -30,10 +30,10 @@ def folder(words, tmp_path):
 @pytest.fixture
 def here(monkeypatch):
     """Measure in this process, on a small square and block and a small vocabulary of `tiny`."""
-    monkeypatch.setattr(bench_work, "SQUARE", 32)
-    monkeypatch.setattr(bench_work, "COPY_BYTES", 4096)
-    monkeypatch.setattr(bench_work, "VOCABULARY", 300)
-    monkeypatch.setattr(bench, "run", lambda args, task, side="ours", tuned=True, **more: bench.measure(
+    monkeypatch.setattr(bench_ours, "SQUARE", 32)
+    monkeypatch.setattr(bench_ours, "COPY_BYTES", 4096)
+    monkeypatch.setattr(bench_ours, "VOCABULARY", 300)
+    monkeypatch.setattr(bench, "measured", lambda args, task, side="ours", tuned=True, **more: bench_side.measure(
         SimpleNamespace(**(vars(args) | {"task": task, "side": side, "gradient": ""} | more))))
 
 
@@ -54,7 +54,7 @@ def test_growth_and_limit_do_without_the_peer(what, keys, folder, here, tmp_path
 def test_our_rollout_plays_the_lengths_it_was_asked_for(folder):
     how = SimpleNamespace(**vars(bench.parse(["rollout", "--model", folder, *SMALL, "--turns", "4"])))
     starts, played = [], []
-    done = bench_work.rollout_work(how, *bench_work.policy(how, add_lora), "full", starts, played)()
+    done = bench_ours.rollout_work(how, *bench_ours.policy(how, add_lora), "full", starts, played)()
     assert done == {"sampled": 2 * 4 * 3, "positions": 2 * (20 + 3 * (3 + 12) + 3)}
     assert len(starts) == 4 + 1 and {len(t.rows) for t in played} == {1}
     assert sorted(t.reward for t in played) == [0, 4]  # spread in the group: the learner has something to do
@@ -63,7 +63,7 @@ def test_our_rollout_plays_the_lengths_it_was_asked_for(folder):
 @pytest.mark.parametrize("share", [0.25, 1.0])
 def test_rows_hold_the_share_of_sampled_tokens(share, folder):
     how = SimpleNamespace(**vars(bench.parse(["learner", "--model", folder, *SMALL, "--sampled", str(share)])))
-    for trajectory in bench_work.make_rows(how, SimpleNamespace(config=SimpleNamespace(vocab_size=99))):
+    for trajectory in bench_ours.make_rows(how, SimpleNamespace(config=SimpleNamespace(vocab_size=99))):
         assert len(trajectory.rows[0].ids) == 40 and trajectory.rows[0].mask[0] == 0
         assert trajectory.length == (10 if share == 0.25 else 39)
 
@@ -73,12 +73,12 @@ def test_the_flops_are_those_that_torch_counts(folder):
     from torch.utils.flop_counter import FlopCounterMode
 
     how = SimpleNamespace(**vars(bench.parse(["learner", "--model", folder, *SMALL])))
-    model, tokenizer = bench_work.policy(how, add_lora)
+    model, tokenizer = bench_ours.policy(how, add_lora)
     model.get_base_model().set_attn_implementation("eager")
-    work = bench_work.learner_work(how, model, tokenizer)
+    work = bench_ours.learner_work(how, model, tokenizer)
     with FlopCounterMode(display=False) as counter:
         work()
-    needed, again = bench_work.learner_flops(model, 2, 40, 2 * 10)
+    needed, again = bench_ours.learner_flops(model, 2, 40, 2 * 10)
     config = model.config
     attention = 2 * 2 * 40 ** 2 * config.num_attention_heads * config.head_dim * config.num_hidden_layers
     entropy = 2 * 2 * 10 * config.vocab_size  # a metric: no part of what is needed
@@ -91,7 +91,7 @@ def test_both_sides_have_one_gradient(more, here, tmp_path):
     gradients = []
     for side in ("ours", "trl"):
         args = bench.parse(["learner", *SMALL, "--rows", "4", *more])
-        bench.run(args, "learner", side, gradient=str(tmp_path / side))
+        bench.measured(args, "learner", side, gradient=str(tmp_path / side))
         gradients.append(torch.load(tmp_path / side))
     assert torch.linalg.vector_norm(gradients[0]) > 0
     torch.testing.assert_close(*gradients, rtol=1e-3, atol=1e-6 * gradients[0].abs().max().item())
@@ -101,27 +101,27 @@ def test_both_sides_have_one_gradient(more, here, tmp_path):
 @pytest.mark.parametrize("what", ["rollout", "step"])
 def test_both_sides_play_the_same_lengths(what, here):
     args = bench.parse([what, *SMALL, "--turns", "3"])
-    ours, trl = (bench.run(args, what, side) for side in ("ours", "trl"))
+    ours, trl = (bench.measured(args, what, side) for side in ("ours", "trl"))
     assert (ours["sampled"], ours["positions"]) == (trl["sampled"], trl["positions"]) == (2 * 3 * 3, 2 * (20 + 2 * 15 + 3))
 
 
 def pretend(calls, gradients=((1.0, 2.0), (1.0, 2.0)), **wrong):
-    """A run() of made-up figures: ours takes 1, 2, 6 s, TRL 2, 4, 8 s."""
+    """A measured() of made-up figures: ours takes 1, 2, 6 s, TRL 2, 4, 8 s."""
     times = {"ours": iter([1, 2, 6, 3]), "trl": iter([2, 4, 8, 30])}
 
-    def run(args, task, side="ours", tuned=True, gradient="", **_):
+    def measured(args, task, side="ours", tuned=True, gradient="", **_):
         calls.append((side, tuned))
         if gradient:
             torch.save(torch.tensor(gradients[side == "trl"]), gradient)
         figures = {"seconds": next(times[side]), "cpu_seconds": 1, "peak_bytes": 10 if side == "ours" else 40, "sampled": 5}
         return figures | (wrong if side == "trl" else {})
 
-    return run
+    return measured
 
 
 def test_ratios_are_medians_over_pairs_that_take_turns(monkeypatch):
     calls = []
-    monkeypatch.setattr(bench, "run", pretend(calls))
+    monkeypatch.setattr(bench, "measured", pretend(calls))
     figures = bench.compare(bench.parse(["learner", "--pairs", "3"]), "learner")
     assert figures["learner.time_ratio"] == 0.5 and figures["learner.memory_ratio"] == 0.25
     assert figures["learner.stock_time_ratio"] == 0.1 and len(figures["learner.pairs"]) == 3
@@ -131,7 +131,7 @@ def test_ratios_are_medians_over_pairs_that_take_turns(monkeypatch):
 @pytest.mark.parametrize("fault", [{"gradients": ((1.0, 2.0), (1.0, 2.1))}, {"gradients": ((1.0, 2.0), (1.0, float("nan")))},
                                    {"sampled": 6}])
 def test_no_ratio_where_the_sides_differ(fault, monkeypatch):
-    monkeypatch.setattr(bench, "run", pretend([], **fault))
+    monkeypatch.setattr(bench, "measured", pretend([], **fault))
     with pytest.raises(RuntimeError, match="differ"):
         bench.compare(bench.parse(["learner", "--pairs", "1"]), "learner")
 
@@ -142,16 +142,16 @@ def test_the_measuring_process_gets_allocator_and_threads(monkeypatch):
     monkeypatch.setattr(bench.subprocess, "run", lambda command, env, **_: seen.append(env) or SimpleNamespace(
         returncode=0, stdout='noise\n{"seconds": 1}\n', stderr=""))
     args = bench.parse(["rollout", "--threads", "3"])
-    assert bench.run(args, "rollout") == bench.run(args, "rollout", tuned=False) == {"seconds": 1}
+    assert bench.measured(args, "rollout") == bench.measured(args, "rollout", tuned=False) == {"seconds": 1}
     assert bench.TUNED.items() <= seen[0].items() and not [key for key in seen[1] if key.startswith("MALLOC_")]
     assert [env["OMP_NUM_THREADS"] for env in seen] == ["3", "3"]
 
 
 def test_a_measuring_process_of_its_own(folder):
-    done = bench.run(bench.parse(["learner", "--model", folder, *SMALL]), "learner")
+    done = bench.measured(bench.parse(["learner", "--model", folder, *SMALL]), "learner")
     assert done["seconds"] > 0 and done["peak_bytes"] > 0
     with pytest.raises(BadInput, match="rollout, ours: the measuring process ended with 2: this tokenizer makes no text"):
-        bench.run(bench.parse(["rollout", "--model", folder, *SMALL, "--prompt-tokens", "4"]), "rollout")
+        bench.measured(bench.parse(["rollout", "--model", folder, *SMALL, "--prompt-tokens", "4"]), "rollout")
 
 
 @pytest.mark.parametrize("version", [None, "1.17.0"])

@@ -17,8 +17,9 @@ from envs import BadInput, make_env, select_tasks
 from conftest import FakePolicy
 from enrich import EnrichedEnv, Schedule
 from envs.bfcl import (BFCL, MAX_STEPS, Call, InvalidAction, load_data, make_instances, parse_calls,
-                       parse_tool_calls, public_methods, run_call, same_state)
-from rollout import Chat, Request, rollout
+                       public_methods, run_call, same_state)
+from rl.chat import Chat
+from rl.rollout import Request, rollout
 
 try:
     load_data()
@@ -189,7 +190,7 @@ def test_hints_change_no_reward(task, kind, seed, guidance):
 
 
 def test_swapped_calls_pass_with_hints_too():
-    """FEE's released code checks enriched results, so that swapped calls failed under enrichment."""
+    """docs/enrich.md, the released code: it checks enriched results, so that swapped calls failed under enrichment."""
     env, task = BFCL(), "base/0"
     first = ENTRIES[task]["ground_truth"][0]
     turns = as_steps(ENTRIES[task]["ground_truth"])
@@ -367,17 +368,6 @@ def test_text_without_a_call_ends_the_user_turn(text):
     observation, *_, info = env.step(text)
     assert info["valid"] and info["user_turn"] == 2
     assert observation == ENTRIES["base/0"]["question"][1][0]["content"]
-
-
-@settings(max_examples=150, deadline=None)
-@given(st.text(max_size=60) | st.text(alphabet="[](){}'\"\\,=.:-*lsca1x \n\x00", max_size=60))
-def test_any_text_parses_or_is_invalid(text):
-    for parse in (parse_calls, parse_tool_calls):
-        for wrapped in (text, f"[ls({text})]", f"<tool_call>{text}</tool_call>"):
-            try:
-                assert all(isinstance(call, Call) for call in parse(wrapped))
-            except InvalidAction:
-                pass
 
 
 def test_a_lone_surrogate_comes_back_as_an_escape():

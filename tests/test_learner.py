@@ -1,34 +1,171 @@
-"""From rows to a step: the gradient does not depend on the packing, and the warm start teaches what it should.
-
-"fault N" numbers a list of faults found in other implementations; each is named by its test.
-"""
+"""rl/learner.py: token log-probs, micro-batches and one update; the gradient does not depend on the packing."""
 import random
+from dataclasses import replace
 
 import pytest
 import torch
-from conftest import batch_of, make_rows, shake
+from conftest import FakeEnv, batch_of, make_rows, scores, shake, watched
 
-import learner
-import warmstart
-from dapo import dapo_loss
+import dapo
+import grpo
+import gspo
 from envs import BadInput
-from envs.keydoor import KeyDoor
-from grpo import group_advantages, grpo_loss
-from gspo import gspo_loss
-from learner import in_micro_batches, pad, update
-from model import add_lora, freeze_reference, make_optimizer, token_logps
-from rollout import Chat, Row
+from rl import learner
+from rl.chat import Chat
+from rl.learner import ScoreTokens, UpdateOptions, in_micro_batches, make_optimizer, pad, token_logps, update
+from rl.model import add_lora, freeze_reference, load_model
+from rl.rollout import Request, Row, rollout
+from rl.sampling import sampler
+from rl.train import Algorithm
 
-LOSSES = {
-    "grpo": lambda b: grpo_loss(b.logp_BT, b.old_logp_BT, b.advantages_B, b.mask_BT, lengths_B=b.lengths_B,
-                                num_trajectories=b.num_trajectories),
-    "grpo+kl": lambda b: grpo_loss(b.logp_BT, b.old_logp_BT, b.advantages_B, b.mask_BT, lengths_B=b.lengths_B,
-                                   num_trajectories=b.num_trajectories, beta=0.1, ref_logp_BT=b.ref_logp_BT),
-    "dapo": lambda b: dapo_loss(b.logp_BT, b.old_logp_BT, b.advantages_B, b.mask_BT, num_tokens=b.num_tokens),
-    "gspo": lambda b: gspo_loss(b.logp_BT, b.old_logp_BT, b.advantages_B, b.mask_BT, lengths_B=b.lengths_B,
-                                num_trajectories=b.num_trajectories),
-}
-every_loss = pytest.mark.parametrize("name", LOSSES)
+
+# Log-probs
+
+def full_pass(model, ids_T, temperature=1.0):
+    """Log-softmax of every token given those before it: one row, no padding, all logits."""
+    logits = model(input_ids=ids_T[None]).logits[0, :-1].double() / temperature
+    return logits.log_softmax(-1)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("temperature", [0.7, 1.0, 1.3])
+def test_log_probs_and_entropies_equal_a_full_pass(policy, temperature):  # docs/faults.md, 10, 14
+    rows = make_rows(policy.config.vocab_size)
+    ids, mask = pad(rows, 0, policy.device)
+    logp, entropy = token_logps(policy, ids, mask, temperature)
+    assert logp.dtype == entropy.dtype == torch.float32
+    for b, row in enumerate(rows):
+        full = full_pass(policy, torch.tensor(row.ids), temperature)
+        for t in range(ids.shape[1]):
+            if t < len(row.ids) and row.mask[t]:
+                assert logp[b, t].item() == pytest.approx(full[t - 1, row.ids[t]].item(), abs=1e-5)
+                assert entropy[b, t].item() == pytest.approx(-(full[t - 1].exp() * full[t - 1]).sum().item(), abs=1e-5)
+            else:
+                assert logp[b, t] == entropy[b, t] == 0
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.0])
+def test_log_probs_are_those_of_the_sampling(policy, word_chat, monkeypatch, temperature):  # docs/faults.md, 10, 11: ratio 1
+    prompts, seen = [[5, 6, 7], [8] * 11, [9, 10, 11, 12]], watched(policy, monkeypatch)
+    answers = sampler(policy, word_chat, temperature=temperature, max_new_tokens=10)(prompts)
+    sampling = (torch.stack(seen[0].logits, 1) / temperature).log_softmax(-1)
+    for b, (prompt, answer) in enumerate(zip(prompts, answers)):
+        row = Row(prompt + answer, [0] * len(prompt) + [1] * len(answer))
+        logp = token_logps(policy, *pad([row], 0, "cpu"), temperature)[0][0, len(prompt):].tolist()
+        assert logp == pytest.approx([sampling[b, t, i].item() for t, i in enumerate(answer)], abs=1e-5)
+
+
+@pytest.mark.parametrize("pad_id", [0, 2, 30])
+def test_padding_on_the_right_changes_nothing(policy, pad_id):  # docs/faults.md, 19, 20: whatever id the padding has
+    rows = make_rows(policy.config.vocab_size)
+    together = token_logps(policy, *pad(rows, pad_id, policy.device))[0]
+    for row, logp in zip(rows, together):
+        alone = token_logps(policy, *pad([row], pad_id, policy.device))[0][0]
+        torch.testing.assert_close(logp[:len(row.ids)], alone, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 7, 10_000])
+def test_the_chunk_size_changes_nothing(policy, chunk):
+    results = []
+    for size in (chunk, 1024):
+        policy.zero_grad()
+        logp = scores(policy, chunk=size)[0]
+        logp.sum().backward()
+        results.append([logp, *(p.grad for p in policy.parameters() if p.requires_grad)])
+    for a, b in zip(*results):
+        torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
+
+
+def test_gradient_equals_that_of_all_logits(policy):
+    ids, mask = scores(policy)[1:]
+    token_logps(policy, ids, mask, 0.7)[0].sum().backward()
+    got = {n: p.grad.clone() for n, p in policy.named_parameters() if p.requires_grad}
+    policy.zero_grad()
+    logp = (policy(input_ids=ids).logits[:, :-1] / 0.7).log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
+    (logp * mask[:, 1:]).sum().backward()
+    assert got
+    for name, p in policy.named_parameters():
+        if p.requires_grad:
+            torch.testing.assert_close(got[name], p.grad, atol=1e-4, rtol=1e-4)
+
+
+def test_nothing_sampled_is_zero(policy):  # docs/faults.md, 7
+    ids = torch.tensor([[5, 6, 7]])
+    logp, entropy = token_logps(policy, ids, torch.zeros_like(ids))
+    assert not logp.any() and not entropy.any()
+
+
+def test_only_what_stands_before_a_token_decides_it(policy):
+    logp, ids, mask = scores(policy)
+    changed = ids.clone()
+    changed[:, 8:] = (ids[:, 8:] + 1) % policy.config.vocab_size
+    torch.testing.assert_close(token_logps(policy, changed, mask)[0][:, :8], logp[:, :8], atol=1e-5, rtol=0)
+
+
+@torch.no_grad()
+def test_bf16_logits_are_normalised_in_fp32(base):  # docs/faults.md, 11
+    base.to(torch.bfloat16)
+    logp, ids, mask = scores(base)
+    b, t = mask.nonzero()[0].tolist()
+    logits = base.lm_head(base.model(input_ids=ids).last_hidden_state[b, t - 1]).float()
+    assert logp.dtype == torch.float32
+    assert logp[b, t].item() == pytest.approx(logits.log_softmax(-1)[ids[b, t]].item(), abs=1e-5)
+
+
+def test_logits_are_never_made_for_every_token(base, monkeypatch):
+    seen, mm = [], torch.mm
+    monkeypatch.setattr(torch, "mm", lambda *a, out: seen.append(out.shape) or mm(*a, out=out))
+    mask = scores(base, chunk=10)[2]
+    assert sum(len_ for len_, _ in seen) == mask.sum() and max(seen) <= (10, base.config.vocab_size)
+
+
+def test_the_fused_head_against_autograd_in_float64():
+    """Values and gradient, at a temperature, over chunks, with a weight for each token."""
+    torch.manual_seed(0)
+    hidden_ND, weight_VD = torch.randn(7, 5, dtype=torch.float64), torch.randn(11, 5, dtype=torch.float64)
+    targets_N, weights_N = torch.randint(11, (7,)), torch.randn(7, dtype=torch.float64)
+    one, two = hidden_ND.float().requires_grad_(), hidden_ND.clone().requires_grad_()
+    logp_N, entropy_N = ScoreTokens.apply(one, weight_VD.float(), targets_N, 0.7, 3)
+    (logp_N * weights_N.float()).sum().backward()
+    wanted_NV = (two @ weight_VD.t() / 0.7).log_softmax(-1)
+    (wanted_NV[range(7), targets_N] * weights_N).sum().backward()
+    torch.testing.assert_close(logp_N.double(), wanted_NV[range(7), targets_N], atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(entropy_N.double(), -(wanted_NV.exp() * wanted_NV).sum(-1), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(one.grad.double(), two.grad, atol=1e-5, rtol=1e-5)
+
+
+@torch.no_grad()
+def test_the_real_vocabulary(qwen3_model, qwen3):
+    chat = Chat(qwen3)
+    torch.manual_seed(0)
+    [t] = rollout(sampler(qwen3_model, chat, max_new_tokens=5), chat, [FakeEnv()], [Request("wait win")], max_turns=3)
+    ids, mask = pad(t.rows, chat.pad_id, "cpu")
+    logp = token_logps(qwen3_model, ids, mask)[0]
+    row = t.rows[0]
+    full = full_pass(qwen3_model, torch.tensor(row.ids))
+    got = [(logp[0, t].item(), full[t - 1, i].item()) for t, (i, m) in enumerate(zip(row.ids, row.mask)) if m]
+    assert got and all(a == pytest.approx(b, abs=1e-4) for a, b in got)
+
+
+@torch.no_grad()
+def test_smollm2_log_probs(smollm2):
+    model, tokenizer = load_model(smollm2, bits=32)
+    chat = Chat(tokenizer)
+    prompt, answer = chat.prompt([("user", "What is the capital of France?")]), tokenizer(" Paris.<|im_end|>")["input_ids"]
+    ids, mask = torch.tensor([prompt + answer]), torch.tensor([[0] * len(prompt) + [1] * len(answer)])
+    logp, _ = token_logps(model, ids, mask)
+    full = full_pass(model, ids[0])
+    want = [full[len(prompt) + t - 1, i].item() for t, i in enumerate(answer)]
+    assert logp[0, len(prompt):].tolist() == pytest.approx(want, abs=1e-4)
+
+
+# An update
+
+ALGORITHMS = {name: Algorithm(**made) for name, made in {
+    "grpo": grpo.algorithm(grpo.Options()), "grpo+kl": grpo.algorithm(grpo.Options(beta=0.1)),
+    "dapo": dapo.algorithm(dapo.Options(), grpo.group_advantages),
+    "gspo": gspo.algorithm(gspo.Options(), grpo.group_advantages)}.items()}
+every_loss = pytest.mark.parametrize("name", ALGORITHMS)
 ADVANTAGES = torch.tensor([1.0, -0.5, 0.7, -1.2, 0.4, -0.4])
 
 
@@ -51,9 +188,13 @@ class Recorder:
 def gradient(model, batch, advantages, name="grpo", **how):
     """The gradients of all steps of one update, and its metrics."""
     recorder = Recorder(model)
-    stats = update(model, recorder, batch, advantages, LOSSES[name], **{"pad_id": 0, "max_grad_norm": 1e9, **how,
-                                                                        "use_reference": name == "grpo+kl"})
+    stats = update(model, recorder, batch, advantages, ALGORITHMS[name],
+                   UpdateOptions(**{"pad_id": 0, "max_grad_norm": 1e9, **how}))
     return recorder.steps, stats
+
+
+def with_loss(loss, name="grpo"):
+    return replace(ALGORITHMS[name], loss=loss)
 
 
 def close(a, b):
@@ -66,7 +207,6 @@ def rows(policy):
 
 
 # Micro-batches
-
 
 @every_loss
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
@@ -91,7 +231,7 @@ def test_the_gradient_is_that_of_the_whole_batch(policy, rows, name, temperature
 
 @every_loss
 @pytest.mark.parametrize("budget", [1, 15, 30])
-def test_the_gradient_does_not_depend_on_the_packing(policy, rows, name, budget):  # fault 6
+def test_the_gradient_does_not_depend_on_the_packing(policy, rows, name, budget):  # docs/faults.md, 6
     [few], stats = gradient(policy, batch_of(rows), ADVANTAGES, name, micro_batch_tokens=budget)
     [whole], stats_whole = gradient(policy, batch_of(rows), ADVANTAGES, name, micro_batch_tokens=10**6)
     assert whole.abs().max() > 1e-3
@@ -101,7 +241,7 @@ def test_the_gradient_does_not_depend_on_the_packing(policy, rows, name, budget)
 
 
 @every_loss
-def test_splitting_a_trajectory_changes_nothing(policy, name):  # fault 5
+def test_splitting_a_trajectory_changes_nothing(policy, name):  # docs/faults.md, 5
     """Rows that repeat their context, so that each token is predicted from the same tokens as in one row."""
     rows = make_rows(policy.config.vocab_size, lengths=(14, 12, 11))
     parts = [[Row(row.ids[:8], row.mask[:8]), Row(row.ids, [0] * 8 + row.mask[8:])] for row in rows]
@@ -111,7 +251,7 @@ def test_splitting_a_trajectory_changes_nothing(policy, name):  # fault 5
     close(one, two)
 
 
-def test_the_order_of_trajectories_changes_nothing(policy, rows):  # fault 4
+def test_the_order_of_trajectories_changes_nothing(policy, rows):  # docs/faults.md, 4
     order = [3, 0, 5, 1, 4, 2]
     [a], _ = gradient(policy, batch_of(rows), ADVANTAGES)
     [b], _ = gradient(policy, batch_of([rows[n] for n in order]), ADVANTAGES[order])
@@ -182,9 +322,9 @@ def test_the_sampler_gap_and_its_weights(policy, rows, name, cap):
     [plain], stats = gradient(policy, batch_of(rows), ADVANTAGES, name)
     assert "sampler_gap" not in stats
     scored, rng, gaps = learner.row_logps(policy, rows, 0), random.Random(0), []
-    for row in rows[1:]:
+    for row, logp_T in zip(rows[1:], scored[1:]):
         gap = [rng.uniform(-0.5, 0.5) * own for own in row.mask]
-        row.sampled_logp = [logp - g for logp, g in zip(scored[id(row)], gap)]
+        row.sampled_logp = [logp - g for logp, g in zip(logp_T, gap)]
         gaps += [abs(g) for g, own in zip(gap, row.mask) if own]
     [got], stats = gradient(policy, batch_of(rows), ADVANTAGES, name, importance_cap=cap)
     assert stats["sampler_gap"] == pytest.approx(sum(gaps) / len(gaps), abs=1e-5)
@@ -202,36 +342,40 @@ def test_the_sampler_gap_and_its_weights(policy, rows, name, cap):
     close(got, torch.cat([p.grad.flatten() for p in policy.parameters() if p.requires_grad]))
 
 
-def test_pad_takes_the_mask_from_sampling():  # fault 19: pad == end, and both also sampled
+def test_pad_takes_the_mask_from_sampling():  # docs/faults.md, 19: pad == end, and both also sampled
     ids, mask = pad([Row([5, 2, 6, 2], [0, 0, 1, 1]), Row([5, 2], [0, 1])], 2, "cpu")
     assert ids.tolist() == [[5, 2, 6, 2], [5, 2, 2, 2]] and mask.tolist() == [[0, 0, 1, 1], [0, 1, 0, 0]]
     assert mask.dtype == torch.bool
 
 
 @pytest.mark.parametrize("pad_id", [2, 17])
-def test_the_padding_does_not_matter(policy, rows, pad_id):  # fault 19
+def test_the_padding_does_not_matter(policy, rows, pad_id):  # docs/faults.md, 19
     rows[0].ids[-1] = rows[3].ids[-1] = 2
     [a], _ = gradient(policy, batch_of(rows), ADVANTAGES)
     [b], _ = gradient(policy, batch_of(rows), ADVANTAGES, pad_id=pad_id)
     close(a, b)
 
 
-def test_observations_after_the_last_action_and_garbage_in_them_do_not_matter(policy, rows):  # fault 14
+def test_observations_after_the_last_action_and_garbage_in_them_do_not_matter(policy, rows):  # docs/faults.md, 14
     [a], _ = gradient(policy, batch_of(rows), ADVANTAGES)
     longer = [Row(row.ids + [9, 8, 7], row.mask + [0, 0, 0]) for row in rows]
     close(a, gradient(policy, batch_of(longer), ADVANTAGES)[0][0])
     seen = []
-    loss = lambda b: seen.append((b.logp_BT, b.mask_BT)) or b.logp_BT.retain_grad() or LOSSES["dapo"](b)  # noqa: E731
-    update(policy, Recorder(policy), batch_of(rows), ADVANTAGES, loss, pad_id=0)
+
+    def loss(b):
+        seen.append((b.logp_BT, b.mask_BT))
+        b.logp_BT.retain_grad()
+        return ALGORITHMS["dapo"].loss(b)
+
+    update(policy, Recorder(policy), batch_of(rows), ADVANTAGES, with_loss(loss), UpdateOptions(0))
     [(logp, mask)] = seen
     assert (logp.grad[mask] != 0).all() and not logp.grad[~mask].any() and not logp[~mask].any()
 
 
 # Advantages of zero, broken episodes
 
-
 @pytest.mark.parametrize("name", ["grpo", "dapo", "gspo"])
-def test_skipping_rows_without_advantage_changes_nothing(policy, rows, name, monkeypatch):  # fault 2
+def test_skipping_rows_without_advantage_changes_nothing(policy, rows, name, monkeypatch):  # docs/faults.md, 2
     A = ADVANTAGES * torch.tensor([1, 0, 1, 0, 0, 1])
     [skipped], stats = gradient(policy, batch_of(rows), A, name)
     parts = []
@@ -246,20 +390,20 @@ def test_skipping_rows_without_advantage_changes_nothing(policy, rows, name, mon
 
 
 @pytest.mark.parametrize("name", ["grpo", "dapo", "gspo"])
-def test_equal_rewards_take_no_step(policy, rows, name):  # faults 1, 2
-    A = group_advantages(torch.full((6,), 0.7), torch.tensor([0, 0, 0, 1, 1, 1]))
+def test_equal_rewards_take_no_step(policy, rows, name):  # docs/faults.md, 1, 2
+    A = grpo.group_advantages(torch.full((6,), 0.7), torch.tensor([0, 0, 0, 1, 1, 1]))
     steps, stats = gradient(policy, batch_of(rows), A, name, minibatches=2)
     assert steps == [] and stats["loss"] == 0 and stats["grad_norm"] == 0 and stats["ratio_max"] == 1
 
 
-def test_equal_rewards_still_pay_the_kl(policy, rows):  # fault 2, pinned
+def test_equal_rewards_still_pay_the_kl(policy, rows):  # docs/faults.md, 2: pinned
     [step], stats = gradient(policy, batch_of(rows), torch.zeros(6), "grpo+kl")
     assert step.any() and stats["kl_reference"] > 0 and stats["loss"] == pytest.approx(0.1 * stats["kl_reference"], rel=0.5)
 
 
-def test_a_broken_episode_is_left_out(policy, rows):  # fault 3
+def test_a_broken_episode_is_left_out(policy, rows):  # docs/faults.md, 3
     rewards = torch.tensor([1.0, 0.0, float("nan"), 0.0, 1.0, 1.0])
-    A = group_advantages(rewards, torch.tensor([0, 0, 0, 1, 1, 1]))
+    A = grpo.group_advantages(rewards, torch.tensor([0, 0, 0, 1, 1, 1]))
     [got], stats = gradient(policy, batch_of(rows), A)
     assert got.isfinite().all() and all(value == value for value in stats.values())
     rows[2].ids[5:] = [1] * (len(rows[2].ids) - 5)
@@ -273,12 +417,12 @@ def test_no_episode_at_all(policy):
 
 def test_a_gradient_that_is_not_finite_takes_no_step_and_is_counted(policy, rows):
     recorder = Recorder(policy)
-    stats = update(policy, recorder, batch_of(rows), ADVANTAGES, lambda b: b.logp_BT.sum() * float("nan"), pad_id=0)
+    stats = update(policy, recorder, batch_of(rows), ADVANTAGES, with_loss(lambda b: b.logp_BT.sum() * float("nan")),
+                   UpdateOptions(0))
     assert recorder.steps == [] and stats["skipped_steps"] == 1
 
 
 # Ratios and mini-batches
-
 
 def ratios(model, rows, advantages=ADVANTAGES, real=None, **how):
     """What the loss gets: per micro-batch (log-ratio on the mask, number of steps taken before)."""
@@ -286,14 +430,14 @@ def ratios(model, rows, advantages=ADVANTAGES, real=None, **how):
 
     def loss(b):
         seen.append(((b.logp_BT - b.old_logp_BT).detach()[b.mask_BT], len(recorder.steps), b))
-        return LOSSES["grpo"](b)
+        return ALGORITHMS["grpo"].loss(b)
 
-    stats = update(model, recorder, batch_of(rows), advantages, loss, pad_id=0, **how)
+    stats = update(model, recorder, batch_of(rows), advantages, with_loss(loss), UpdateOptions(0, **how))
     return seen, stats
 
 
 @pytest.mark.parametrize("temperature", [0.7, 1.0])
-def test_one_update_has_ratio_one_and_reinforces(policy, rows, temperature):  # faults 9, 10, 11
+def test_one_update_has_ratio_one_and_reinforces(policy, rows, temperature):  # docs/faults.md, 9, 10, 11
     seen, stats = ratios(policy, rows, temperature=temperature, micro_batch_tokens=30)
     assert all(not log_ratio.any() for log_ratio, _, _ in seen) and not any(b.old_logp_BT.requires_grad for *_, b in seen)
     assert stats["ratio_max"] == 1 and stats["clip_fraction"] == stats["approx_kl"] == 0
@@ -301,7 +445,7 @@ def test_one_update_has_ratio_one_and_reinforces(policy, rows, temperature):  # 
     assert stats["loss"] == pytest.approx(-ADVANTAGES.mean().item(), abs=1e-6)  # the value says nothing about learning
 
 
-def test_old_log_probs_are_from_before_the_first_of_several_updates(policy, rows):  # fault 11
+def test_old_log_probs_are_from_before_the_first_of_several_updates(policy, rows):  # docs/faults.md, 11
     before = token_logps(policy, *pad(rows, 0, "cpu"))[0].detach()
     by_ids = {tuple(row.ids): logp for row, logp in zip(rows, before)}
     seen, stats = ratios(policy, rows, real=make_optimizer(policy, 1e-2), minibatches=3, micro_batch_tokens=20)
@@ -316,7 +460,7 @@ def test_old_log_probs_are_from_before_the_first_of_several_updates(policy, rows
     assert stats["ratio_max"] > 1 and stats["approx_kl"] > 0
 
 
-def test_the_first_of_several_updates_has_ratio_one_whatever_the_batch_shape_does(policy, rows, monkeypatch):  # fault 11
+def test_the_first_of_several_updates_has_ratio_one_whatever_the_batch_shape_does(policy, rows, monkeypatch):  # docs/faults.md, 11
     """In bf16 on a GPU log-probs depend on the shape of the batch, by far more than GSPO's clip range of 3e-4."""
 
     def noisy(model, ids_BT, mask_BT, temperature=1.0):
@@ -351,27 +495,31 @@ def test_clip_fraction_counts_what_the_clip_holds(policy, rows):
     _, stats = ratios(policy, rows, real=real, minibatches=3)
     assert 0 < stats["clip_fraction"] < 1 and stats["ratio_max"] > 1.2
     recorder = Recorder(policy, real)
-    update(policy, recorder, batch_of(rows), ADVANTAGES, LOSSES["gspo"], pad_id=0, minibatches=3, sequence_ratio=True,
-           clip=(3e-4, 4e-4))
+    update(policy, recorder, batch_of(rows), ADVANTAGES, ALGORITHMS["gspo"], UpdateOptions(0, minibatches=3))
     assert len(recorder.steps) == 3
 
 
 # The step
 
+def test_the_optimizer_holds_the_adapter_alone(policy):
+    [group] = make_optimizer(policy, 1e-3).param_groups
+    assert {id(p) for p in group["params"]} == {id(p) for p in policy.parameters() if p.requires_grad}
+    assert group["weight_decay"] == 0 and group["lr"] == 1e-3
 
-def test_one_update_moves_b_and_nothing_but_the_adapter(base, rows):  # fault 26
+
+def test_one_update_moves_b_and_nothing_but_the_adapter(base, rows):  # docs/faults.md, 26
     policy = add_lora(base, rank=4)
     before = {n: p.detach().clone() for n, p in policy.named_parameters()}
-    update(policy, make_optimizer(policy, 1e-3), batch_of(rows), ADVANTAGES, LOSSES["grpo"], pad_id=0)
+    update(policy, make_optimizer(policy, 1e-3), batch_of(rows), ADVANTAGES, ALGORITHMS["grpo"], UpdateOptions(0))
     moved = {n for n, p in policy.named_parameters() if not torch.equal(p, before[n])}
     assert moved == {n for n in before if "lora_B" in n}  # A has no gradient while B is 0
-    update(policy, make_optimizer(policy, 1e-3), batch_of(rows), ADVANTAGES, LOSSES["grpo"], pad_id=0)
+    update(policy, make_optimizer(policy, 1e-3), batch_of(rows), ADVANTAGES, ALGORITHMS["grpo"], UpdateOptions(0))
     moved = {n for n, p in policy.named_parameters() if not torch.equal(p, before[n])}
     assert moved == {n for n in before if "lora_" in n}
 
 
 @pytest.mark.parametrize("frozen", [False, True])
-def test_the_reference_stays_and_the_kl_starts_at_zero(base, rows, frozen):  # fault 24
+def test_the_reference_stays_and_the_kl_starts_at_zero(base, rows, frozen):  # docs/faults.md, 24
     policy = add_lora(base, rank=4)
     if frozen:
         shake(policy)
@@ -380,10 +528,11 @@ def test_the_reference_stays_and_the_kl_starts_at_zero(base, rows, frozen):  # f
 
     def loss(b):
         refs.append(b.ref_logp_BT)
-        return LOSSES["grpo+kl"](b)
+        return ALGORITHMS["grpo+kl"].loss(b)
 
     for _ in range(3):
-        kls.append(update(policy, optimizer, batch_of(rows), ADVANTAGES, loss, pad_id=0, use_reference=True)["kl_reference"])
+        stats = update(policy, optimizer, batch_of(rows), ADVANTAGES, with_loss(loss, "grpo+kl"), UpdateOptions(0))
+        kls.append(stats["kl_reference"])
     assert kls[0] == 0 < kls[1] < kls[2]
     assert torch.equal(refs[0], refs[1]) and torch.equal(refs[0], refs[2]) and not refs[0].requires_grad
 
@@ -392,7 +541,7 @@ def test_the_update_raises_good_rows_and_lowers_bad_ones(policy, rows):
     sums = lambda: token_logps(policy, *pad(rows, 0, "cpu"))[0].detach().sum(1)  # noqa: E731
     before, optimizer = sums(), make_optimizer(policy, 2e-3)
     for _ in range(5):
-        update(policy, optimizer, batch_of(rows), ADVANTAGES.sign(), LOSSES["dapo"], pad_id=0)
+        update(policy, optimizer, batch_of(rows), ADVANTAGES.sign(), ALGORITHMS["dapo"], UpdateOptions(0))
     assert torch.equal((sums() - before).sign(), ADVANTAGES.sign())
 
 
@@ -403,7 +552,7 @@ def test_the_gradient_norm_is_clipped(policy, rows):
     assert cut.norm().item() == pytest.approx(1e-3, rel=1e-3)
 
 
-def test_gradient_checkpointing_changes_nothing(policy, rows):  # fault 13
+def test_gradient_checkpointing_changes_nothing(policy, rows):  # docs/faults.md, 13
     how = {"minibatches": 2, "temperature": 0.7}
     plain, stats = gradient(policy, batch_of(rows), ADVANTAGES, "grpo+kl", **how)
     policy.get_base_model().gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -411,87 +560,3 @@ def test_gradient_checkpointing_changes_nothing(policy, rows):  # fault 13
     for a, b in zip(plain, again, strict=True):
         close(a, b)
     assert stats == pytest.approx(stats_again, abs=1e-6) and not policy.training
-
-
-# Warm start
-
-
-@pytest.fixture(scope="module")
-def played_randomly(word_chat):
-    return warmstart.play(KeyDoor, word_chat, KeyDoor.tasks("train")[:60], "random", seed=3, max_turns=5)
-
-
-def test_random_play_is_admissible_and_names_half(played_randomly):
-    for t in played_randomly:
-        hints = []
-        for turn, observation in zip(t.turns, [t.first_observation] + [turn.observation for turn in t.turns]):
-            assert turn.valid and turn.stop == "end" and turn.action in observation
-            hints.append("Hint: " in observation)
-            if hints[-1]:
-                assert observation.endswith(f"Hint: {turn.action}.")
-        assert len(set(hints)) == 1  # an episode names all of its actions or none
-    named = sum("Hint: " in t.first_observation for t in played_randomly)
-    assert 18 <= named <= 42 and not all(t.success for t in played_randomly)
-
-
-@pytest.mark.parametrize("share, count", [(0.0, 0), (1.0, 8)])
-def test_the_named_share(word_chat, share, count):
-    played = warmstart.play(KeyDoor, word_chat, KeyDoor.tasks("train")[:8], "random", seed=0, max_turns=5, named_share=share)
-    assert sum("Hint: " in t.first_observation for t in played) == count
-
-
-def test_play_depends_on_its_seed_alone(word_chat, played_randomly):
-    how = {"make_env": KeyDoor, "chat": word_chat, "tasks": KeyDoor.tasks("train")[:60], "kind": "random", "max_turns": 5}
-    assert warmstart.play(**how, seed=3) == played_randomly != warmstart.play(**how, seed=4)
-
-
-@pytest.mark.parametrize("tokenizer", ["words", "qwen3", "smollm2_tokenizer"], indirect=True)
-def test_gold_play_succeeds_and_is_trained_on_to_the_end_token(tokenizer):
-    chat = Chat(tokenizer)
-    tasks = KeyDoor.tasks("train")[:12]
-    env, doable = KeyDoor(), []
-    for task in tasks:
-        doable.append(env.reset(task=task, seed=0)[1]["doable"])
-    played = warmstart.play(KeyDoor, chat, tasks, "gold", seed=0, max_turns=5)
-    assert any(doable) and [t.success for t in played if t.info["doable"]] == [True] * sum(doable)
-    for t in played:
-        assert [i for row in t.rows for i, m in zip(row.ids, row.mask) if m] == [
-            i for turn in t.turns for i in [*chat.text_ids(turn.action), tokenizer.eos_token_id]]
-
-
-def test_play_refuses_what_it_cannot_play(word_chat):
-    class Silent(KeyDoor):
-        def gold_action(self):
-            return None
-
-        def _info(self, valid, success=False):
-            return {"success": success, "valid": valid}
-
-    for kind, message in (("gold", "no gold"), ("random", "no admissible"), ("expert", "random or gold")):
-        with pytest.raises(BadInput, match=message):
-            warmstart.play(Silent, word_chat, KeyDoor.tasks("train")[:2], kind, seed=0, max_turns=5)
-
-
-def test_supervise_lowers_the_loss_and_moves_the_adapter_alone(policy, played_randomly):
-    rows = [row for t in played_randomly for row in t.rows]
-    before, losses = {n: p.detach().clone() for n, p in policy.named_parameters()}, []
-    last = warmstart.supervise(policy, rows, 0, steps=30, batch=8, lr=1e-2, seed=0, micro_batch_tokens=400,
-                               progress=lambda step, loss: losses.append(loss))
-    assert len(losses) == 30 and losses[-1] == last < 0.7 * losses[0]
-    moved = {n for n, p in policy.named_parameters() if not torch.equal(p, before[n])}
-    assert moved == {n for n, p in policy.named_parameters() if p.requires_grad}
-
-
-def test_supervise_weighs_every_token_alike_however_packed(base, rows):  # fault 6
-    results = []
-    for budget in (1, 30, 10_000):
-        losses = []
-        policy = add_lora(base, rank=4)
-        warmstart.supervise(policy, rows, 0, steps=2, batch=5, lr=1e-2, seed=0, micro_batch_tokens=budget,
-                            progress=lambda step, loss: losses.append(loss))
-        base = policy.unload()
-        results.append(losses)
-    assert results[0] == pytest.approx(results[1], abs=1e-4) and results[1] == pytest.approx(results[2], abs=1e-4)
-    base_logp = token_logps(base, *pad(random.Random("supervise 0").sample(rows, 5), 0, "cpu"))[0]
-    drawn_tokens = (base_logp != 0).sum()
-    assert results[0][0] == pytest.approx(-(base_logp.sum() / drawn_tokens).item(), abs=1e-4)

@@ -1,29 +1,21 @@
-"""The report: what it reads, what it draws, what cannot be read, hostile text, and the page in a real browser."""
+"""report.py: what it reads, what it draws, what cannot be read, hostile text. In a browser: test_report_page.py."""
 import base64
 import hashlib
 import html.parser
 import json
-import os
 import random
 import re
-import shutil
 import subprocess
 import sys
 import time
-import unicodedata
-from pathlib import Path
 
 import pytest
-import torch
+from conftest import ROOT
 
-import grpo
 import report
 from enrich import STRATEGIES, Schedule
 from envs import BadInput
-from learner import log_ratios, row_logps
-from runs import read
 
-ROOT = Path(__file__).parent.parent
 CONFIG = {"algorithm": "grpo", "env": "keydoor", "env_options": [], "seed": 0, "steps": 10, "enrich": "none", "lr": 0.001,
           "enrich_probability": 0.5, "enrich_early": "1,3", "enrich_late": "6,10", "enrich_switch": 0.5,
           "enrich_mixed": False,
@@ -179,8 +171,6 @@ def test_kept_files_with_a_prefix(tmp_path):
         "runs": 3}] and data["charts"][0]["title"] == "Success without hints"
 
 
-# What cannot be read
-
 @pytest.mark.parametrize("argv, says", [
     (["nowhere"], "nowhere is no run"), (["empty"], "empty is no run"), ([], "RUN"), (["run", "--out", "page.txt"], "--out"),
     (["run", "--out", "none/page.html"], "--out"), (["run", "--episodes", "-1"], "--episodes"), (["run", "--colour"],
@@ -258,8 +248,6 @@ def test_deep_and_broken_bytes(tmp_path):
     assert data["runs"][0]["notes"] == ["rollouts.jsonl: 2 lines are not JSON and left out, the first is line 1"]
 
 
-# Many and long
-
 def test_ten_thousand_episodes(tmp_path):
     """Texts repeat within a run, and each is stored once. With all of them different, a page is as large as they are."""
     rng = random.Random(0)
@@ -290,8 +278,6 @@ def test_a_long_text_says_what_it_lacks(tmp_path):
         "Hint."]
 
 
-# Tokens
-
 def test_tokens_are_those_of_the_episode(tmp_path):
     stored = episode(2, advantage=-0.5, rows=[{"tokens": ["a", " b", "c"], "mask": [0, 1, 1], "log_ratio": [0.25, -1.0]}])
     run = make_run(tmp_path / "run", [episode(1), episode(2), episode(3)])
@@ -302,49 +288,6 @@ def test_tokens_are_those_of_the_episode(tmp_path):
     assert (advantage, [data["strings"][n] for n in words], mask, numbers) == (-0.5, ["a", " b", "c"], "011",
         {"log_ratio": [0.25, -1.0]})
 
-
-def test_a_run_stores_its_tokens_and_is_the_same_run(tmp_path):
-    small = ["--steps", "2", "--tasks-per-step", "3", "--group", "4", "--eval-episodes", "4", "--eval-every", "0",
-        "--minibatches", "2",
-             "--env-options", "stages=2", "commands=4", "--enrich", "ag-always"]
-    clock = {"rollout_seconds", "learn_seconds", "rollout_tokens_per_second", "learn_tokens_per_second", "peak_memory_bytes"}
-    for name, more in (("plain", []), ("tokens", ["--log-tokens", "4"])):
-        grpo.main([*small, *more, "--out", str(tmp_path / name)])
-    plain, tokens = tmp_path / "plain", tmp_path / "tokens"
-    assert not (plain / "tokens.jsonl").exists() and read(plain / "rollouts.jsonl") == read(tokens / "rollouts.jsonl")
-    for one, other in zip(read(plain / "metrics.jsonl"), read(tokens / "metrics.jsonl"), strict=True):
-        assert {key: one[key] for key in one.keys() - clock} == {key: other[key] for key in other.keys() - clock}
-    lines = read(tokens / "tokens.jsonl")
-    assert [line["step"] for line in lines] == [1] * 4 + [2] * 4
-    for line in lines:
-        assert {key: line[key] for key in line if key not in ("rows", "advantage")} in read(tokens / "rollouts.jsonl")
-        for row in line["rows"]:
-            assert len(row["tokens"]) == len(row["mask"]) and len(row["log_ratio"]) == sum(row["mask"]) > 0
-            said = [word for word, own in zip(row["tokens"], row["mask"]) if own and "<|" not in word]
-            assert said == " ".join(turn["action"] for turn in line["turns"]).split()
-    assert any(line["advantage"] for line in lines) and any(any(row["log_ratio"]) for line in lines for row in line["rows"])
-    data = made(tmp_path, tokens).data
-    assert sum(bool(e[10]) for e in data["episodes"]) == 8 and len(data["episodes"]) == 24
-
-
-def test_log_ratios_are_after_less_sampled(policy, word_chat):
-    from conftest import batch_of, make_rows
-    rows = make_rows(len(word_chat.tokenizer))
-    batch = batch_of([rows[:2], rows[2], rows[3]])
-    rows[3].old_logp = [-1.0] * len(rows[3].ids)
-    before = row_logps(policy, rows, word_chat.pad_id)
-    after = log_ratios(policy, batch, word_chat.pad_id)
-    assert after()[0] == [0.0] * batch[0].length
-    with torch.no_grad():
-        next(p for name, p in policy.named_parameters() if "lora_B" in name).add_(0.3)
-    now = row_logps(policy, rows, word_chat.pad_id)
-    for trajectory, got in zip(batch, after()):
-        old = {id(row): row.old_logp or before[id(row)] for row in trajectory.rows}
-        want = [new - past for row in trajectory.rows for new, past, own in zip(now[id(row)], old[id(row)], row.mask) if own]
-        assert got == pytest.approx(want, abs=1e-5) and len(got) == trajectory.length and any(got)
-
-
-# Hostile text
 
 def hostile(count, seed=0):
     """Crafted attacks, and random mixtures of them with random characters, lone surrogates among them."""
@@ -392,7 +335,7 @@ def test_hostile_text_stays_data(tmp_path):
     before = sorted(tmp_path.iterdir())
     run = hostile_run(tmp_path / "<img src=x onerror=alert(1)>\x1b[31m", texts)
     page = made(tmp_path, run)
-    assert page.tags == Page((ROOT / "report_page.html").read_text().replace("@data@", "{}")).tags  # not one tag more
+    assert page.tags == Page(report.TEMPLATE.read_text().replace("@data@", "{}")).tags  # not one tag more
     assert "<" not in page.block and sorted(tmp_path.iterdir()) == [*before, *sorted([run, tmp_path / "page.html"])]
     strings = set(map(joined, page.data["strings"]))
     for n in range(0, len(texts), 7):
@@ -421,7 +364,7 @@ def test_hostile_names_do_not_reach_the_terminal(tmp_path, capsys):
 
 
 def test_the_template_has_no_way_to_markup_or_network(tmp_path):
-    template = (ROOT / "report_page.html").read_text("ascii")
+    template = report.TEMPLATE.read_text("ascii")
     for way in ("innerHTML", "outerHTML", "insertAdjacent", "document.write", "srcdoc", "eval(", "Function(", "DOMParser",
         "fetch(", "XMLHttp",
                 "import(", "createContextualFragment", ".src", "href =", "url(", "@import", "<link", "<img", "<iframe",
@@ -445,7 +388,7 @@ def test_colours_can_be_read():
         return sum(w * (p / 12.92 if p <= 0.04045 else ((p + 0.055) / 1.055) ** 2.4) for w, p
             in zip((0.2126, 0.7152, 0.0722), parts))
 
-    themes = re.findall(r":root \{(.*?)\}", (ROOT / "report_page.html").read_text(), re.DOTALL)
+    themes = re.findall(r":root \{(.*?)\}", report.TEMPLATE.read_text(), re.DOTALL)
     assert len(themes) == 2
     for theme in themes:
         colours = dict(re.findall(r"--([\w-]+): (#[0-9a-f]{6});", theme))
@@ -453,233 +396,3 @@ def test_colours_can_be_read():
             for ink in ("ink",) + ("soft", "link", "good", "bad") * (ground == "paper"):
                 light, dark = sorted((luminance(colours[ink]), luminance(colours[ground])), reverse=True)
                 assert (light + 0.05) / (dark + 0.05) >= 4.5, (ink, ground)
-
-
-# In a browser
-
-class Browser:
-    """Headless Chromium over its debugging pipe: JSON messages, each ended by a zero byte, on descriptors 3 and 4."""
-
-    def __init__(self, program, home):
-        to_read, self.to = os.pipe()
-        self.of, from_write = os.pipe()
-        wired = f'exec "$0" "$@" 3<&{to_read} 4>&{from_write}'
-        self.process = subprocess.Popen(["bash", "-c", wired, program, "--headless", "--no-sandbox", "--disable-gpu",
-                                         "--remote-debugging-pipe", f"--user-data-dir={home}", "about:blank"],
-                                        pass_fds=(to_read, from_write), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        os.close(to_read)
-        os.close(from_write)
-        self.rest, self.events, self.count, self.session = b"", [], 0, {}
-        target = self.ask("Target.createTarget", url="about:blank")["targetId"]
-        self.session = {"sessionId": self.ask("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]}
-        for domain in ("Page", "Runtime", "Network", "Log"):
-            self.ask(f"{domain}.enable")
-
-    def receive(self):
-        while b"\0" not in self.rest:
-            got = os.read(self.of, 1 << 20)
-            assert got, "the browser is gone"
-            self.rest += got
-        message, _, self.rest = self.rest.partition(b"\0")
-        return json.loads(message)
-
-    def ask(self, method, **params):
-        self.count += 1
-        data = json.dumps({"id": self.count, "method": method, "params": params, **self.session}).encode() + b"\0"
-        while data:
-            data = data[os.write(self.to, data):]
-        while (answer := self.receive()).get("id") != self.count:
-            self.events.append(answer)
-        assert "error" not in answer, answer
-        return answer["result"]
-
-    def open(self, path, width=1100, dark=False):
-        """Load a page; what it did while loading is in `events`."""
-        self.ask("Emulation.setDeviceMetricsOverride", width=width, height=812, deviceScaleFactor=1, mobile=width < 500)
-        self.ask("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": "dark" if dark
-            else "light"}])
-        self.events = []
-        self.ask("Page.navigate", url=f"file://{path}")
-        while not any(event.get("method") == "Page.loadEventFired" for event in self.events):
-            self.events.append(self.receive())
-
-    def run(self, script):
-        found = self.ask("Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True)
-        assert "exceptionDetails" not in found, found
-        return found["result"].get("value")
-
-    def key(self, key):
-        for kind in ("keyDown", "keyUp"):
-            self.ask("Input.dispatchKeyEvent", type=kind, key=key,
-                windowsVirtualKeyCode={"Tab": 9, "Enter": 13, "ArrowRight": 39}[key],
-                     **({"text": "\r"} if (key, kind) == ("Enter", "keyDown") else {}))
-
-    def happened(self, *methods):
-        return [event for event in self.events if event.get("method") in methods]
-
-
-SETTLE = "new Promise(done => requestAnimationFrame(() => setTimeout(done, 50)))"  # `toggle` events come later
-
-
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory):
-    program = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-    if not program:
-        pytest.skip("no Chromium on this machine: on Debian, apt-get install chromium")
-    browser = Browser(program, tmp_path_factory.mktemp("chromium"))
-    yield browser
-    browser.process.terminate()
-    browser.process.wait()
-    os.close(browser.to)
-    os.close(browser.of)
-
-
-@pytest.fixture(scope="module")
-def hostile_page(tmp_path_factory):
-    folder, texts = tmp_path_factory.mktemp("hostile"), hostile(1400)
-    made(folder, hostile_run(folder / "<b onclick=alert(1)>run", texts),
-        make_run(folder / "</title><script>forged()</script>".replace("/", "\u2215")))
-    return folder / "page.html", texts
-
-
-def named(text):
-    """The text as the page shows it."""
-    swallowed = ("[\0-\x08\x0b-\x1f\x7f-\x9f\xad\u061c\u200b-\u200f\u2028-\u202e\u2060-\u206f"
-                 "\ufeff\ufff9-\ufffb\U000e0000-\U000e007f\ud800-\udfff]")
-    shown, marks = "", []
-    for character in re.sub(swallowed, lambda found: f"\u27e8U+{ord(found[0]):04X}\u27e9", joined(report.text(text))) + "\0":
-        if unicodedata.category(character).startswith("M"):
-            marks.append(character)
-            continue
-        shown += "".join(marks[:3]) + f"\u27e8{len(marks) - 3} more marks\u27e9" * (len(marks) > 3) + character
-        marks = []
-    return shown[:-1]
-
-
-def test_hostile_text_in_a_browser(browser, hostile_page):
-    path, texts = hostile_page
-    browser.open(path)
-    assert browser.run("document.title") == "2 runs" and browser.run("typeof window.forged") == "undefined"
-    allowed = {"HTML", "HEAD", "META", "TITLE", "STYLE", "BODY", "A", "HEADER", "H1", "P", "MAIN", "SECTION", "H2", "H3",
-        "TABLE", "CAPTION",
-               "THEAD", "TBODY", "TR", "TH", "TD", "DETAILS", "SUMMARY", "FIGURE", "UL", "LI", "DIV", "SCRIPT", "FORM",
-               "LABEL", "INPUT",
-               "SELECT", "OPTION", "NAV", "BUTTON", "SPAN", "PRE", "B", "WBR", "svg", "path", "text", "rect", "circle"}
-    pages = []
-    while True:
-        browser.run("document.querySelectorAll('details').forEach(node => { node.open = true; })")
-        browser.run(SETTLE)
-        pages += browser.run("[...document.querySelectorAll('.episode')].map(node => "
-                             "[...node.querySelectorAll('pre')].map(pre => pre.textContent))")
-        assert set(browser.run("[...new Set([...document.querySelectorAll('*')].map(node => node.tagName))]")) <= allowed
-        assert browser.run("document.querySelectorAll('script').length") == 2
-        if browser.run("[...document.querySelectorAll('.pager button')].at(-1).disabled"):
-            break
-        browser.run("[...document.querySelectorAll('.pager button')].at(-1).click()")
-    assert len(pages) == len(range(0, len(texts), 7)) + 1
-    for n, shown in zip(range(0, len(texts), 7), pages):
-        first, hint, action, observation = (named(texts[(n + k) % len(texts)]) for k in (3, 4, 5, 6))
-        want = [first, hint, action,
-            observation] if texts[(n + 4) % len(texts)] else [named(texts[(n + 3) % len(texts)] + "\n"), action, observation]
-        long_task = [named(texts[n])] * (len(named(texts[n]).encode("utf-16-le")) > 200)
-        assert shown[:-1] == long_task + want
-    assert not browser.happened("Runtime.exceptionThrown", "Page.javascriptDialogOpening", "Log.entryAdded",
-        "Page.frameAttached")
-    assert [event["params"]["request"]["url"] for event
-        in browser.happened("Network.requestWillBeSent")] == [f"file://{path}"]
-
-
-@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
-@pytest.mark.parametrize("width", [320, 375, 800, 1100])
-def test_nothing_is_wider_than_the_screen(browser, hostile_page, width, dark):
-    browser.open(hostile_page[0], width, dark)
-    browser.run("document.querySelectorAll('details').forEach(node => { node.open = true; })")
-    browser.run(SETTLE)
-    assert browser.run("document.documentElement.scrollWidth") <= width
-    wide = browser.run("[...document.querySelectorAll('body *:not(.skip, option, thead, thead *)')]"
-                       ".filter(node => node.getBoundingClientRect().right > "
-                       f"{width} + 1 && !node.closest('.say, .tokens, .state')).map(node => node.tagName + node.className)")
-    assert wide == [], wide
-    paper, ink = browser.run("[getComputedStyle(document.body).backgroundColor, getComputedStyle(document.body).color]")
-    assert (sum(map(int, re.findall(r"\d+", paper))) < sum(map(int, re.findall(r"\d+", ink)))) == dark
-
-
-def test_by_keyboard(browser, tmp_path):
-    run = make_run(tmp_path / "run", [episode(n) for n in range(1, 31)])
-    write(run, "tokens.jsonl", [episode(30, advantage=-0.5, rows=[{"tokens": ["a", "b"], "mask": [0, 1],
-        "log_ratio": [-0.25]}])])
-    made(tmp_path, run)
-    browser.open(tmp_path / "page.html")
-    where = ("(() => { const node = document.activeElement, style = getComputedStyle(node); return [node.tagName, "
-             "node.id || node.textContent.slice(0, 40), style.outlineStyle, parseFloat(style.outlineWidth)]; })()")
-    seen = []
-    for _ in range(40):
-        browser.key("Tab")
-        tag, name, style, width = browser.run(where)
-        if tag == "BODY":
-            break
-        assert style != "none" and width >= 1, (tag, name)
-        seen.append(name)
-        if name.startswith("step 30, ash"):  # the last step comes first
-            break
-    assert seen[0] == "To the transcripts" and {"filter-task", "filter-end", "filter-enriched", "filter-from", "filter-to",
-        "filter-colour"} <= set(seen)
-    browser.key("Enter")
-    browser.run(SETTLE)
-    browser.key("Tab")
-    assert browser.run("document.activeElement.className") == "tokens"
-    browser.key("ArrowRight")
-    browser.key("ArrowRight")
-    line = browser.run("document.querySelector('.tokens').previousSibling.textContent")
-    assert line == 'Token 2 of 2, "b": sampled, log-ratio -0.25'
-    assert browser.run("[...document.querySelectorAll('input, select')].every(node => node.labels.length === 1)")
-
-
-def test_filters_pages_and_colours(browser, tmp_path):
-    ends = ["success", "failure", "turn_limit", "context_full", "env_error"]
-    rollouts = [episode(1 + n // 100, f"ash/train-{n}", end=ends[n % 5], success=n % 5 == 0, hint="Hint." if n % 2 else None)
-        for n in range(10_000)]
-    run = make_run(tmp_path / "run", rollouts)
-    tokens = [{"tokens": ["a", "b", "c"], "mask": [0, 1, 1], "log_ratio": [0.5, -1.0]}]
-    write(run, "tokens.jsonl", [{**rollouts[3], "advantage": -2.0, "rows": tokens}])
-    made(tmp_path, run)
-    started = time.perf_counter()
-    browser.open(tmp_path / "page.html")
-    assert time.perf_counter() - started < 60  # a second, on a machine that does nothing else
-    status = "document.querySelector('[role=status]').textContent"
-
-    def choose(name, value):
-        browser.run(f"""(() => {{
-            const node = document.getElementById('filter-{name}'), value = {json.dumps(value)};
-            const list = node.tagName === 'SELECT';
-            if (node.type === 'checkbox') node.checked = value;
-            else if (list) node.selectedIndex = [...node.options].findIndex(option => option.textContent === value);
-            else node.value = value;
-            node.dispatchEvent(new Event(list || node.type === 'checkbox' ? 'change' : 'input'));
-        }})()""")
-        return browser.run(status)
-
-    assert browser.run(status) == "1 to 20 of 10,000 transcripts"
-    assert browser.run("document.querySelectorAll('.episode').length") == 20
-    browser.run("[...document.querySelectorAll('.pager button')].at(-1).click()")
-    assert browser.run(status) == "21 to 40 of 10,000 transcripts"
-    assert choose("end", "turn_limit") == "1 to 20 of 2,000 transcripts"
-    assert choose("enriched", "enriched") == "1 to 20 of 1,000 transcripts"
-    assert choose("from", "100") == "1 to 10 of 10 transcripts" and choose("to", "99") == "No transcript fits."
-    assert [choose("from", ""), choose("to", ""), choose("end", "all outcomes"),
-        choose("enriched", "all episodes")][-1].endswith("10,000 transcripts")
-    assert choose("task", "train-999") == "1 to 11 of 11 transcripts"
-    choose("task", "")
-    assert choose("tokens", True) == "1 to 1 of 1 transcript"
-    browser.run("document.querySelector('.episode').open = true")
-    browser.run(SETTLE)
-    colours = "[...document.querySelectorAll('.tokens span')].map(span => span.style.background)"
-    given, one, other = browser.run(colours)
-    assert given == "" and one == other != ""
-    choose("colour", "log-ratio")
-    given, one, other = browser.run(colours)
-    assert given == "" and "plus" in one and "minus" in other and "0.275" in one and "0.55" in other
-    choose("colour", "advantage")
-    assert browser.run(colours)[1:] == ["rgba(var(--minus), 0.550)"] * 2
-    choose("colour", "JSD weight")
-    assert "This episode has no JSD weight stored" in browser.run("document.querySelector('.episode').textContent")

@@ -9,6 +9,7 @@ import pytest
 
 import study
 from envs import BadInput
+from rl.options import Config, parse
 from study import paired, read_run, verdict
 
 FAKE_PROGRAM = '''
@@ -136,7 +137,8 @@ def test_supervised_has_as_many_steps(fake):
     (["--arms", "none", "hybird"], "unknown arm 'hybird'"), (["--arms", "none", "hybrid+mxed"], "unknown arm"),
     (["--arms", "none"], "two or more"), (["--arms", "none", "none"], "two or more"),
     (["--arms", "none", "supervised", "--warm-start", "random"], "without --warm-start"),
-    (["--enrich", "hybrid"], "a study sets --enrich itself"), (["--seed", "3"], "a study sets --seed itself"), (["--stpes", "3"], "unknown option"), (["--seeds", "0"], "--seeds"), (["--jobs", "0"], "--jobs"),
+    (["--enrich", "hybrid"], "a study sets --enrich itself"), (["--seed", "3"], "a study sets --seed itself"),
+    (["--stpes", "3"], "unknown option"), (["--seeds", "0"], "--seeds"), (["--jobs", "0"], "--jobs"),
     (["--algorithm", "ppo"], "--algorithm"), (["--arms", "none", "hybrid", "--enrich-late", "1,2"], "late window")])
 def test_bad_input_is_one_line(fake, argv, says):
     with pytest.raises(BadInput, match=says) as error:
@@ -179,7 +181,6 @@ def test_an_unfinished_run_has_no_figures(tmp_path):
 
 
 def test_every_modifier_is_an_option_of_training():
-    from train import Config, parse
     for words in study.MODIFIERS.values():
         assert parse(Config, words) != Config()
     assert "torch" not in study.__dict__ and sys.modules["study"] is study

@@ -1,25 +1,21 @@
-"""The teacher: the same tokens after two prompts, weights, stored log-probs, the gradient they make."""
+"""funnel/teacher.py: the same tokens after two prompts, weights, stored log-probs, the gradient they make."""
 import resource
 
 import pytest
 import torch
+from conftest import FakeEnv, FakePolicy, random_logits, shake, tiny_qwen3
 
-import teacher
-from conftest import FakeEnv, FakePolicy, shake, tiny_qwen3
 from distill import distill_loss, state_response_weights
 from envs import BadInput
-from model import add_lora, make_optimizer
-from rollout import Chat, Request, Trajectory, Turn, rollout
-from sampling import sampler
-from state import StateEnv, situation, with_state
+from funnel import teacher
+from funnel.state import StateEnv, situation, with_state
+from rl.chat import Chat
+from rl.learner import make_optimizer
+from rl.model import add_lora, load_model
+from rl.rollout import Request, Trajectory, Turn, rollout
+from rl.sampling import sampler
 
 STATE = "- ash house, red door: take iron key.\n- Look first."
-
-
-def random_logits(*shape, seed=0, scale=3.0):
-    return scale * torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-
-
 LIMITS = {"max_turns": 4}
 
 
@@ -61,7 +57,7 @@ def test_both_branches_with_the_state_quoted_under_observations(word_chat):
 
 
 def test_other_ids_are_refused_at_run_time(episodes, word_chat, monkeypatch):
-    plain = teacher.rows_of
+    plain = teacher.rebuild_rows
 
     def tampered(trajectory, chat, history):
         rows = plain(trajectory, chat, history)
@@ -69,31 +65,31 @@ def test_other_ids_are_refused_at_run_time(episodes, word_chat, monkeypatch):
             rows[0].ids[rows[0].mask.index(1)] += 1
         return rows
 
-    monkeypatch.setattr(teacher, "rows_of", tampered)
+    monkeypatch.setattr(teacher, "rebuild_rows", tampered)
     with pytest.raises(AssertionError, match="same token ids"):
         teacher.both_rows(episodes[0], word_chat, "full", STATE)
 
 
 @pytest.mark.parametrize("history, budget", [("full", 8192), ("full", 1), ("window:1", 8192)])
 def test_weights_are_those_of_the_equations_over_the_whole_trajectory(policy, episodes, word_chat, history, budget):
-    items = teacher.weigh(policy, episodes, [1.0, 0.5], word_chat, STATE, history=history, micro_batch_tokens=budget)
+    items = teacher.weigh(policy, list(zip(episodes, (1.0, 0.5))), word_chat, STATE, history=history, micro_batch_tokens=budget)
     for item, trajectory, a in zip(items, episodes, (1.0, 0.5)):
         pairs = teacher.both_rows(trajectory, word_chat, history, STATE)
         logits = [torch.cat([full_logits(policy, row) for row in rows]) for rows in zip(*pairs)]
-        assert item["weights"].tolist() == pytest.approx((a * state_response_weights(*logits)).tolist(), rel=1e-3)
-        assert len(item["weights"]) == trajectory.length
-    assert [len(item["rows"]) for item in items] == ([1, 1] if history == "full" else [2, 3])
+        assert item.weights.tolist() == pytest.approx((a * state_response_weights(*logits)).tolist(), rel=1e-3)
+        assert len(item.weights) == trajectory.length
+    assert [len(item.rows) for item in items] == ([1, 1] if history == "full" else [2, 3])
 
 
-def test_only_what_is_selected_is_stored_and_uniform_weights_are_one(policy, episodes, word_chat):
-    items = teacher.weigh(policy, episodes, [0.0, 1.0], word_chat, STATE, token_weights="uniform")
-    assert len(items) == 1 and items[0]["weights"].tolist() == [1.0] * episodes[1].length
-    assert teacher.weigh(policy, episodes, [0.0, 0.0], word_chat, STATE) == []
+def test_uniform_weights_are_one_and_nothing_selected_is_nothing(policy, episodes, word_chat):
+    items = teacher.weigh(policy, [(episodes[1], 1.0)], word_chat, STATE, token_weights="uniform")
+    assert len(items) == 1 and items[0].weights.tolist() == [1.0] * episodes[1].length
+    assert teacher.weigh(policy, [], word_chat, STATE) == []
 
 
 def taught(policy, episodes, chat, **how):
-    items = teacher.weigh(policy, episodes, [1.0, 0.5], chat, STATE)
-    teacher.mark(policy, items, chat, how.get("top_k", 0))
+    items = teacher.weigh(policy, list(zip(episodes, (1.0, 0.5))), chat, STATE)
+    teacher.add_likely_tokens(policy, items, chat, how.get("top_k", 0))
     teacher.consult(policy, items, chat.pad_id, **how)
     return items
 
@@ -104,26 +100,26 @@ def test_what_is_distilled_is_eq_8(policy, episodes, word_chat, monkeypatch):
     top = bottom = 0.0
     for item, trajectory in zip(items, episodes):
         (_, row), = teacher.both_rows(trajectory, word_chat, "full", STATE)
-        part = distill_loss(full_logits(policy, row)[None], item["logp"][None], item["weights"][None],
+        part = distill_loss(full_logits(policy, row)[None], item.logp[None], item.weights[None],
                             torch.ones(1, trajectory.length))
         top, bottom = top + part[0].item(), bottom + part[1].item()
     gradients = []
     for budget, chunk in ((8192, 256), (1, 256), (8192, 2)):
         monkeypatch.setattr(teacher, "CHUNK", chunk)
         policy.zero_grad()
-        value, left = teacher.distill(policy, items, word_chat.pad_id, weight=0.5, micro_batch_tokens=budget)
+        value, left = teacher.distillation_gradient(policy, items, word_chat.pad_id, weight=0.5, micro_batch_tokens=budget)
         assert left == budget and value == pytest.approx(top / bottom, rel=1e-4)
         gradients.append(torch.cat([p.grad.flatten() for p in policy.parameters() if p.requires_grad]))
     assert gradients[0].abs().max() > 0
     assert all(torch.allclose(gradients[0], g, atol=1e-6 * gradients[0].abs().max().item() + 1e-7) for g in gradients[1:])
     policy.zero_grad()
-    teacher.distill(policy, items, word_chat.pad_id, weight=1.0)
+    teacher.distillation_gradient(policy, items, word_chat.pad_id, weight=1.0)
     whole = torch.cat([p.grad.flatten() for p in policy.parameters() if p.requires_grad])
     assert torch.allclose(whole, 2 * gradients[0], rtol=1e-3, atol=1e-7)
 
 
 def test_a_budget_that_was_too_much_is_not_tried_again(policy, episodes, word_chat, monkeypatch):
-    items, real, sizes = taught(policy, episodes, word_chat), teacher.hidden, []
+    items, real, sizes = taught(policy, episodes, word_chat), teacher.hidden_states, []
 
     def small_card(model, rows, pad_id):
         sizes.append(len(rows))
@@ -131,18 +127,18 @@ def test_a_budget_that_was_too_much_is_not_tried_again(policy, episodes, word_ch
             raise torch.OutOfMemoryError("CUDA out of memory")
         return real(model, rows, pad_id)
 
-    value, _ = teacher.distill(policy, items, word_chat.pad_id)
-    monkeypatch.setattr(teacher, "hidden", small_card)
-    halved, left = teacher.distill(policy, items, word_chat.pad_id)
+    value, _ = teacher.distillation_gradient(policy, items, word_chat.pad_id)
+    monkeypatch.setattr(teacher, "hidden_states", small_card)
+    halved, left = teacher.distillation_gradient(policy, items, word_chat.pad_id)
     assert max(sizes) > 1 and left < 1024 and halved == pytest.approx(value, rel=1e-5)
     sizes.clear()
-    assert teacher.distill(policy, items, word_chat.pad_id, micro_batch_tokens=left)[1] == left and max(sizes) == 1
+    assert teacher.distillation_gradient(policy, items, word_chat.pad_id, micro_batch_tokens=left)[1] == left and max(sizes) == 1
 
 
 def test_the_teacher_is_the_branch_with_the_state_and_without_it_teaches_nothing(policy, episodes, word_chat):
-    assert teacher.distill(policy, taught(policy, episodes, word_chat), word_chat.pad_id)[0] > 1e-3
+    assert teacher.distillation_gradient(policy, taught(policy, episodes, word_chat), word_chat.pad_id)[0] > 1e-3
     blind = taught(policy, episodes, word_chat, sees_state=False)
-    assert teacher.distill(policy, blind, word_chat.pad_id)[0] == pytest.approx(0, abs=1e-6)
+    assert teacher.distillation_gradient(policy, blind, word_chat.pad_id)[0] == pytest.approx(0, abs=1e-6)
 
 
 def test_the_state_free_student_becomes_the_state_conditioned_teacher(policy, episodes, word_chat):
@@ -151,7 +147,7 @@ def test_the_state_free_student_becomes_the_state_conditioned_teacher(policy, ep
     values = []
     for _ in range(40):
         optimizer.zero_grad()
-        values.append(teacher.distill(policy, items, word_chat.pad_id)[0])
+        values.append(teacher.distillation_gradient(policy, items, word_chat.pad_id)[0])
         optimizer.step()
     assert values[-1] < 0.1 * values[0]
 
@@ -170,33 +166,32 @@ def test_top_k_below_the_whole_vocabulary_is_never_above_it(policy, episodes, wo
     for k in (1, 4, 16, 10_000, 0):
         items = taught(policy, episodes, word_chat, top_k=k)
         shake(policy, scale=0.05, seed=3)
-        values.append(teacher.distill(policy, items, word_chat.pad_id)[0])
+        values.append(teacher.distillation_gradient(policy, items, word_chat.pad_id)[0])
         shake(policy, scale=-0.05, seed=3)
-        assert items[0]["logp"].shape[1] == {1: 2, 4: 5, 16: 17}.get(k, len(word_chat.tokenizer))
+        assert items[0].logp.shape[1] == {1: 2, 4: 5, 16: 17}.get(k, len(word_chat.tokenizer))
     assert values[0] < values[1] < values[2] <= values[4] * (1 + 1e-5) and values[3] == pytest.approx(values[4], rel=1e-4)
 
 
 def test_half_of_what_is_stored_are_the_students_tokens(policy, episodes, word_chat):
     item = taught(policy, episodes, word_chat, top_k=6)[0]
     (with_, without), = teacher.both_rows(episodes[0], word_chat, "full", STATE)
-    for top, p, q in zip(item["top"].tolist(), full_logits(policy, without), full_logits(policy, with_)):
+    for top, p, q in zip(item.top.tolist(), full_logits(policy, without), full_logits(policy, with_)):
         own = p.topk(3).indices.tolist()
         assert top == own + [i for i in q.argsort(descending=True).tolist() if i not in own][:3]
 
 
 def test_a_teacher_with_a_wider_output_is_cut_to_the_students(policy, episodes, word_chat):
     wide = add_lora(tiny_qwen3(len(word_chat.tokenizer) + 7), rank=4)
-    items = teacher.weigh(policy, episodes, [1.0, 1.0], word_chat, STATE)
+    items = teacher.weigh(policy, [(t, 1.0) for t in episodes], word_chat, STATE)
     vocabulary = len(word_chat.tokenizer)
     teacher.consult(wide, items, word_chat.pad_id, width=vocabulary)
-    assert items[0]["logp"].shape[1] == vocabulary and items[0]["logp"].exp().sum(1).allclose(torch.ones(episodes[0].length))
-    assert teacher.distill(policy, items, word_chat.pad_id)[0] > 0
+    assert items[0].logp.shape[1] == vocabulary and items[0].logp.exp().sum(1).allclose(torch.ones(episodes[0].length))
+    assert teacher.distillation_gradient(policy, items, word_chat.pad_id)[0] > 0
 
 
 @pytest.fixture(scope="module")
 def real(smollm2):
     """SmolLM2's logits over 49,152 tokens with and without a state, after what it said with the state: [T, V] each."""
-    from model import load_model
     model, tokenizer = load_model(smollm2)
     chat, state = Chat(tokenizer), "- Lead melts at 327 degrees.\n- The salt is in the kitchen."
     system, asked, found = with_state("Answer in short.", state), ["How do I melt lead?", "Where is the salt?"], []
@@ -207,7 +202,7 @@ def real(smollm2):
                                 turns=[Turn([], ids, chat.action_text(ids), "", 0.0, True, "end")])
         pairs = teacher.both_rows(trajectory, chat, "full", state)
         with torch.no_grad():
-            found.append([teacher.logits(model, teacher.hidden(model, rows, chat.pad_id), 1.0) for rows in zip(*pairs)])
+            found.append([teacher.logits(model, teacher.hidden_states(model, rows, chat.pad_id), 1.0) for rows in zip(*pairs)])
     return [torch.cat(parts) for parts in zip(*found)]
 
 
@@ -229,13 +224,13 @@ def test_top_k_and_tail_is_within_a_hundredth_of_the_full_kl_on_real_logits(real
 
 def test_a_full_disk_is_one_line_and_leaves_the_old_file(policy, episodes, word_chat, tmp_path):
     path = tmp_path / "teacher.pt"
-    teacher.save([], path)
+    teacher.save_items([], path)
     items = taught(policy, episodes, word_chat)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))  # a write beyond this fails, as on a full disk
     try:
         with pytest.raises(BadInput, match="teacher's log-probs.*cannot be stored.*--resume") as caught:
-            teacher.save(items, path)
+            teacher.save_items(items, path)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert "\n" not in str(caught.value)

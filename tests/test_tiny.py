@@ -1,14 +1,14 @@
-"""The built-in models: rows that teach copying, and a build with a small recipe."""
+"""rl/tiny.py, the built-in models: rows that teach copying, and a build with a small recipe."""
 import random
 import re
 
 import pytest
 
-import tiny
 from envs import BadInput
 from envs.keydoor import KeyDoor
-from model import load_model
-from rollout import Chat
+from rl import tiny
+from rl.chat import Chat
+from rl.model import load_model
 
 
 class Unlisted(KeyDoor):
@@ -70,8 +70,8 @@ def quick(monkeypatch):
 
 
 def test_a_build_where_actions_are_not_listed(tmp_path, quick, monkeypatch):
-    seen, supervise = [], __import__("warmstart").supervise
-    monkeypatch.setattr("warmstart.supervise", lambda model, rows, pad, **how: (
+    seen, supervise = [], tiny.supervise
+    monkeypatch.setattr(tiny, "supervise", lambda model, rows, pad, **how: (
         seen.append((rows, how)), supervise(model, rows, pad, **how)))
     for name in ("a", "b"):
         tiny.build(tmp_path / name, f"{__name__}:Unlisted", [{"practice": True}], seed=1, max_turns=2)
@@ -88,7 +88,7 @@ def test_a_build_where_actions_are_not_listed(tmp_path, quick, monkeypatch):
 def test_a_build_where_they_are_listed_learns_from_play_alone(tmp_path, quick, monkeypatch):
     seen = []
     monkeypatch.setattr(tiny, "RECIPE", {"episodes": 6, "steps": 2, "batch": 2, "lr": 3e-3})
-    monkeypatch.setattr("warmstart.supervise", lambda model, rows, pad, **how: seen.append((len(rows), how["steps"])))
+    monkeypatch.setattr(tiny, "supervise", lambda model, rows, pad, **how: seen.append((len(rows), how["steps"])))
     tiny.build(tmp_path / "model", "keydoor", [{}])
     assert seen == [(6, 2)]
 
@@ -107,8 +107,8 @@ def test_one_action_of_each_verb_is_listed():
     env = Unlisted(commands=10)
     env.reset(task=Unlisted.tasks("train")[0], seed=0)
     everything = env.admissible_actions()
-    tiny.one_of_each_verb(env, 0)
-    drawn = [env.admissible_actions() for _ in range(50)]
+    one_each = tiny.OneOfEachVerb(env, 0)
+    drawn = [one_each.admissible_actions() for _ in range(50)]
     verbs = {action.split()[0] for action in everything}
     assert all(sorted(action.split()[0] for action in actions) == sorted(verbs) for actions in drawn)
     assert {action for actions in drawn for action in actions} == set(everything) and len(verbs) < len(everything)

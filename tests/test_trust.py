@@ -12,26 +12,25 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import FakeEnv
+from conftest import ROOT, FakeEnv
 
 import grpo
 import gspo
-import learner
-import runs
 from envs import BadInput, parse_action, plain
 from envs.bfcl import InvalidAction, parse_calls, parse_tool_calls
 from envs.keydoor import KeyDoor
-from rollout import Chat, Request, rollout
-from runs import read
-from state import apply_edits, parse_edits
+from funnel.editors import parse_edits
+from funnel.state import apply_edits
+from rl import learner, runs, train
+from rl.chat import Chat
+from rl.logs import read
+from rl.rollout import Request, rollout
 
-ROOT = Path(__file__).parent.parent
 KILLS = int(os.environ.get("KILLS", "1"))
 TIMES = ("seconds", "per_second", "peak_memory_bytes")  # what a stop may change
 TRAIN = ["--env-options", "stages=2", "--steps", "6", "--tasks-per-step", "2", "--group", "2", "--save-every", "2",
@@ -261,13 +260,13 @@ def test_a_step_whose_gradient_is_not_finite_is_left_out_and_five_in_a_row_stop(
         logp_BT, entropy_BT = real(*args)
         return logp_BT * (torch.nan if len(calls) in bad_steps else 1.0), entropy_BT
 
-    def count(*args, **how):
-        calls.append(how["seed"])
-        return update(*args, **how)
+    def count(model, optimizer, batch, advantages_N, algorithm, how, *more):
+        calls.append(how.seed)
+        return update(model, optimizer, batch, advantages_N, algorithm, how, *more)
 
-    update = learner.update
+    update = train.update
     monkeypatch.setattr(learner, "token_logps", sometimes_nan)
-    monkeypatch.setattr(learner, "update", count)
+    monkeypatch.setattr(train, "update", count)
     options = [*TRAIN[:2], *TRAIN[4:], "--env-options", "stages=1", "commands=3", "--tasks-per-step", "8"]
     grpo.main([*options, "--steps", "5", "--out", str(tmp_path / "some")])
     assert [row["skipped_steps"] for row in read(tmp_path / "some" / "metrics.jsonl")] == [0, 1, 0, 1, 0]
@@ -325,7 +324,8 @@ def test_a_clock_that_jumps_changes_nothing(tmp_path, monkeypatch):
 PIECES = ["<|im_start|>", "<|im_end|>", "<|endoftext|>", "assistant\n", "system\n", "</think>", "<tool_call>", "</tool_response>",
           "<action>", "</action>", "\x00", "\x1b[2J", "\x1b]0;x\x07", "\r", "\u202e", "\u2028", "\ue000", "\ue001", "\ud800", "\udfff",
           "\ufeff", "</script>", "<img src=x onerror=alert(1)>", "../../etc/passwd", "{{7*7}}", "${x}", "__import__('os')",
-          "lambda: 0", '{"edits": [', '"op": "append"', "]}", "\\", "'", '"', "`", "a" * 3000, " ", "\n", "é", "漢", "🙂", "<", "|", ">"]
+          "lambda: 0", '{"edits": [', '"op": "append"', "]}", "\\", "'", '"', "`", "a" * 3000, " ", "\n", "é", "漢", "🙂", "<", "|", ">",
+          "[", "]", "(", ")", "{", "}", ",", "=", ".", ":", "*", "-", "ls", "a"]
 
 
 def hostile(rng):
@@ -356,7 +356,8 @@ def test_hostile_text_is_no_call_or_an_invalid_one(recwarn):
     rng, calls = random.Random(1), 0
     for n in range(10_000):
         text = hostile(rng)
-        text = (text, f"[ls({text})]", f'[ls(a="{text}")]', f'<tool_call>{{"name": "ls", "arguments": {text}}}</tool_call>')[n % 4]
+        text = (text, f"[ls({text})]", f'[ls(a="{text}")]', f"<tool_call>{text}</tool_call>",
+                f'<tool_call>{{"name": "ls", "arguments": {text}}}</tool_call>')[n % 5]
         for parse in (parse_calls, parse_tool_calls):
             try:
                 found = parse(text)
@@ -376,17 +377,3 @@ def test_a_state_or_task_of_hostile_text_leaves_nothing_outside_the_run(tmp_path
     with pytest.raises(BadInput):
         grpo.main([*TRAIN, "--out", str(inside / "run"), "--tasks", "../../../../tmp/x\x1b[2J"])
     assert sorted(path for path in tmp_path.rglob("*")) == before
-
-
-def test_threads_without_a_signal_still_play(word_chat):
-    """A time limit needs the main thread; elsewhere an episode is played without."""
-    found = []
-
-    def work():
-        act = lambda prompts: [[*word_chat.text_ids("win"), word_chat.tokenizer.eos_token_id] for _ in prompts]  # noqa: E731
-        found.extend(rollout(act, word_chat, [FakeEnv()], [Request("win")], max_turns=3, step_timeout=5))
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join()
-    assert [t.end for t in found] == ["success"]

@@ -1,0 +1,108 @@
+"""rl/evaluation.py and evaluate.py: success on fixed tasks of the standard environment."""
+import itertools
+
+import pytest
+from conftest import SMALL
+
+import evaluate
+import grpo
+from envs import BadInput, Env
+from rl import evaluation
+from rl.logs import episode_metrics, read
+from rl.options import Config, parse
+from rl.policy import load_policy
+from rl.rollout import Request, rollout
+
+
+def test_wilson_interval():
+    assert evaluation.wilson(8, 10) == pytest.approx([0.4901625, 0.9433178], abs=1e-6)
+    assert evaluation.wilson(0, 20)[0] == 0.0 and evaluation.wilson(20, 20)[1] == 1.0 and evaluation.wilson(0, 0) == [0.0, 1.0]
+
+
+def test_pass_at_k_is_the_mean_over_all_subsets():
+    for n, c in ((5, 0), (5, 2), (6, 6), (4, 1)):
+        outcomes = [1] * c + [0] * (n - c)
+        for k in range(1, n + 1):
+            subsets = list(itertools.combinations(outcomes, k))
+            assert evaluation.pass_at_k(n, c, k) == pytest.approx(sum(map(max, subsets)) / len(subsets))
+    with pytest.raises(ValueError):
+        evaluation.pass_at_k(3, 1, 4)
+
+
+def test_fixed_tasks_are_spread_over_the_list():
+    tasks = [str(n) for n in range(100)]
+    assert evaluation.fixed_tasks(tasks, 4) == ["0", "25", "50", "75"] and evaluation.fixed_tasks(tasks, 200) == tasks
+
+
+class Asking(Env):
+    """The first answer is invalid in every second task; what cannot be done is asked in the task "moon"."""
+    max_turns = 2
+
+    def reset(self, *, task, seed):
+        self.task, self.turn = task, 0
+        return "go", {}
+
+    def step(self, action):
+        self.turn += 1
+        over, moon = self.turn == 2, self.task == "moon/0"
+        info = {"success": over and self.task != "car/0", "valid": self.turn == 2 or self.task != "cart/0"}
+        return "on", float(over), over, False, info | ({"abstain_turns": 1, "abstained": int(self.turn == 2)} if moon else {})
+
+
+def test_evaluations_tell_clean_success_abstention_and_success_by_name(tmp_path):
+    _, chat = load_policy(parse(Config, []), {})
+    tasks, act = ["moon/0", "car/0", "cart/0", "cart/1"], lambda prompts: [[5] for _ in prompts]
+    result = evaluation.evaluate(act, chat, [Asking() for _ in range(3)], tasks, max_turns=2)
+    assert (result["success"], result["clean_success"]) == (0.75, 0.5)
+    assert (result["abstain_turns"], result["abstained"]) == (1, 1)
+    assert result["success_by_name"] == {"moon": 1.0, "car": 0.0, "cart": 1.0}
+    assert "abstain_turns" not in evaluation.evaluate(act, chat, [Asking()], tasks[1:], max_turns=2)
+    played = rollout(act, chat, [Asking()], [Request(task) for task in tasks], max_turns=2)
+    assert episode_metrics(played, 1)["abstention"] == 1.0 and "abstention" not in episode_metrics(played[1:], 1)
+
+
+# The program
+
+def test_evaluate_a_finished_run_and_a_bare_model(run, capsys):
+    evaluate.main([str(run)])
+    printed = capsys.readouterr().out
+    last = read(run / "evaluations.jsonl")[-1]
+    assert f"{last['success']:.3f}" in printed.splitlines()[-1] and "base model" in printed
+    evaluate.main(["--env-options", "stages=1", "--temperature", "1", "--samples", "4", "--eval-episodes", "8"])
+    printed = capsys.readouterr().out
+    assert "pass@4" in printed and "32" in printed and "adapter" not in printed and "hinted" not in printed
+
+
+def test_evaluate_with_hints_beside_without(run, capsys):
+    """The game's hint names the action that is right: copying it is the warm start's task, so success is near 1."""
+    small = ["--env-options", "stages=1", "--eval-episodes", "32"]
+    evaluate.main(small)
+    standard = capsys.readouterr().out.splitlines()[-1]
+    evaluate.main([*small, "--enrich", "ag-always", "--hinted"])
+    _, plain, hinted = capsys.readouterr().out.splitlines()
+    note = "base model, hinted (ag-always): not the standard environment"
+    assert plain.split() == standard.split() and hinted.startswith(note)
+    assert float(plain.removeprefix("base model").split()[0]) < 0.7 < 0.9 < float(hinted.removeprefix(note).split()[0])
+    evaluate.main([str(run), "--enrich", "hybrid", "--enrich-late", "1,4", "--hinted", "--split", "valid"])
+    header, *rows = capsys.readouterr().out.splitlines()
+    assert header.startswith("valid tasks") and ["hinted (hybrid)" in row for row in rows] == [False, True, False, True]
+
+
+def test_evaluate_a_run_on_one_task(tmp_path, capsys):
+    grpo.main([*SMALL, "--steps", "1", "--out", str(tmp_path / "run"), "--tasks", "ash/train-0003"])
+    assert {row["task"] for row in read(tmp_path / "run" / "rollouts.jsonl")} == {"ash/train-0003"}
+    evaluate.main([str(tmp_path / "run")])
+    assert "adapter" in capsys.readouterr().out
+
+
+def test_evaluate_takes_the_temperature_and_adapter_of_the_run(tmp_path, monkeypatch):
+    folder = tmp_path / "run"
+    grpo.main([*SMALL, "--steps", "1", "--out", str(folder), "--eval-temperature", "0.7"])
+    seen = []
+    monkeypatch.setattr(evaluate, "evaluate_run", lambda config, run: seen.append(config.temperature))
+    evaluate.main([str(folder)])
+    evaluate.main([str(folder), "--temperature", "0"])
+    assert seen == [0.7, 0.0]
+    for argv, word in ((["--adapter", "x"], "own adapter"), (["--eval-temperature", "1"], "--temperature")):
+        with pytest.raises(BadInput, match=word):
+            evaluate.main([str(folder), *argv])
