@@ -187,23 +187,18 @@ class SciWorld(Env):
                     found[part] += [f"{name}/{n}" for n in numbers]
             if not held_out:
                 return found[split]
-            apart = {animal.strip() for animal in str(held_out).split(",")}
-            right = {task: cls._targets(java, task) for tasks in found.values() for task in tasks
-                     if task.split("/")[0] in TARGETS}
+            apart, right = {animal.strip() for animal in str(held_out).split(",")}, {}
+            for name, number in (task.split("/") for tasks in found.values() for task in tasks):
+                if name in TARGETS:     # the animals that it asks for, from the table that the simulator builds it by
+                    maker = java.catalogue.taskMaker().getTask(name).get()
+                    parts = maker.getCombination(int(number))
+                    right[f"{name}/{number}"] = {maker.getTaskValueStr(parts, part).get() for part in TARGETS[name]}
         known = set().union(*right.values())
         if not apart < known:
             raise BadInput(f"held_out={held_out!r}: name some of {', '.join(sorted(known))}, not all")
         if split == "test":
             return [task for task in right if right[task] & apart]
         return [task for task in found[split] if task in right and not right[task] & apart]
-
-    @staticmethod
-    def _targets(java, task):
-        """The animals that a lifespan-* task asks for, from the table that the simulator builds it by."""
-        name, number = task.split("/")
-        maker = java.catalogue.taskMaker().getTask(name).get()
-        parts = maker.getCombination(int(number))
-        return {maker.getTaskValueStr(parts, part).get() for part in TARGETS[name]}
 
     def reset(self, *, task, seed):
         """Any seed gives the same episode. Raises BadInput for a task that does not exist."""
