@@ -203,10 +203,10 @@ def distillation_gradient(student, items, pad_id, *, weight=1.0, temperature=1.0
 def numerator(student, hidden_ND, weights_N, top_NK, logp_NK, width, temperature):
     """Eq. 8's numerator over N tokens; logits are made again in the backward pass."""
     def of_chunk(hidden_CD, weights_C, top_CK, logp_CK):
-        student_C = buckets(logits(student, hidden_CD, temperature, width), top_CK)
+        student_C = buckets(logits(student, hidden_CD, temperature, width), top_CK.long())
         return distill_loss(student_C[None], logp_CK[None], weights_C[None], torch.ones_like(weights_C)[None])[0]
 
-    parts = (tensor.split(CHUNK) for tensor in (hidden_ND, weights_N, top_NK.long(), logp_NK))
+    parts = (tensor.split(CHUNK) for tensor in (hidden_ND, weights_N, top_NK, logp_NK))
     return sum(checkpoint(of_chunk, *part, use_reentrant=False) for part in zip(*parts))
 
 

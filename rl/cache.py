@@ -53,12 +53,11 @@ class Kept:
 
 
 def begin(causal, kept, prompts, pad_id):
-    """(ids_NT, mask_NT, cache) for `generate`: of the columns that the cache has, only the width counts in ids_NT."""
-    found = [kept.find(prompt) for prompt in prompts] if kept else []
-    if not any(row is not None for row in found):
-        kept = encode_once(causal, prompts, pad_id)
-        found = [kept.find(prompt) for prompt in prompts] if kept else []
+    """(ids_NT, mask_NT, cache) for `generate`, which of the columns that the cache has counts only the width in ids_NT. kept: None, or
+    some of the prompts go on from it."""
+    kept = kept or encode_once(causal, prompts, pad_id)
     if kept:
+        found = [kept.find(prompt) for prompt in prompts]
         cache, index = kept.cache, torch.tensor([row or 0 for row in found], device=causal.device)
         cache.batch_select_indices(index)
         real_NP = pack(cache, kept.real_NP[index] * torch.tensor([[row is not None] for row in found], device=causal.device))

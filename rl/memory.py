@@ -14,7 +14,7 @@ code changes the count. What that leaves out, and what is put in its place:
 4. A layer that transformers computes with kernels of other packages where these are installed (the recurrent ones of
    Qwen3.5) is counted as it runs without them.
 
-What fits on a card: presets.py and plan.py. Against measurements: tests/test_plan.py.
+What fits on a card: presets.py and plan.py. Against measurements: tests/test_memory.py.
 """
 import copy
 import functools

@@ -33,7 +33,9 @@ def sampler(model, chat, *, temperature: float = 1.0, max_new_tokens: int = 32, 
     @torch.no_grad()
     def act(prompts: list[list[int]]) -> list[list[int]]:
         nonlocal kept
-        past, kept = kept, None  # of no use any more where a turn fails, or where no episode goes on
+        if kept and all(kept.find(prompt) is None for prompt in prompts):
+            kept = None  # of no use any more, and as large as the one to come
+        past, kept = kept, None  # where this turn fails, nothing is kept
         if not prompts:
             return []
         # What the model reads: the prompts, padded on the left, or what is new in them behind a kept cache

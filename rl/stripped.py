@@ -32,9 +32,9 @@ def rebuild_rows(trajectory, chat, history) -> list[Row]:
 
 
 def train_context(config, batch, chat, model):
-    """Trajectories with these rows; those without a hint stay as they are.
+    """The batch with its hinted trajectories in other rows, by --enrich-train-context (with as-sampled, the paper's way, `train` does not
+    call this):
 
-    as-sampled       the paper: train on what was sampled
     stripped         the old log-probs are taken in the stripped context too, so the ratio starts at 1. This is biased:
                      the stripped policy did not sample these actions. Imitation of hinted success, weighed by advantage.
     stripped-ratio   the old log-probs are those of the hinted context, which sampled: an importance ratio, under

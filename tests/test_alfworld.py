@@ -352,7 +352,7 @@ def test_enrichment_tells_what_is_carried_and_its_state(env, tasks):
 def test_hints_change_nothing(env, data, tasks, kind):
     """The same actions, along the walkthrough and at random: the same everything, and the hint after it."""
     schedule = Schedule("both")
-    schedule.check(env, list(tasks.values()), 50)
+    assert schedule.why_no_hints(env, list(tasks.values()), 50) == ""
     hinted = EnrichedEnv(make_env("alfworld", {"data": data}), schedule)
     for play in ([action for *_, action in walk(env, tasks[kind])], [turn[0] for turn in wander(env, tasks[kind])[1:]]):
         plain, rich = env.reset(task=tasks[kind], seed=0), hinted.reset(task=tasks[kind], seed=0, enriched=True)

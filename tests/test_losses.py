@@ -263,7 +263,7 @@ def test_only_sampled_tokens_are_trained_on(name):  # docs/faults.md, 14
 
 @pytest.mark.parametrize("length, penalty", [(0, 0), (79, 0), (80, 0), (81, -0.05), (90, -0.5), (99, -0.95), (100, -1),
                                              (101, -1), (10**6, -1)])
-def test_overlong_penalty(length, penalty):  # docs/faults.md, 21; that lengths count the mask is the caller's to keep
+def test_overlong_penalty(length, penalty):  # docs/faults.md, 21
     assert overlong_penalty(torch.tensor([length]), max_length=100, cache=20).tolist() == pytest.approx([penalty])
 
 

@@ -12,7 +12,7 @@ from rl.rollout import ENDS, Request, Row, add_turn, refuse_if_hopeless, rollout
 from rl.sampling import sampler
 
 
-# How an episode ends: docs/faults.md, 23
+# How an episode ends
 
 SCRIPTS = {"wait win": ("success", 1.0), "wait lose": ("failure", 0.0), "wait wait wait wait": ("turn_limit", 0.0),
            "half stop": ("turn_limit", 0.5), "half break": ("env_error", math.nan), "break-reset": ("env_error", math.nan),
@@ -20,7 +20,7 @@ SCRIPTS = {"wait win": ("success", 1.0), "wait lose": ("failure", 0.0), "wait wa
 
 
 @pytest.mark.parametrize("task", SCRIPTS)
-def test_how_an_episode_ends(word_chat, task):
+def test_how_an_episode_ends(word_chat, task):  # docs/faults.md, 23
     [t] = play(word_chat, FakePolicy(ended(word_chat)), task)
     end, reward = SCRIPTS[task]
     assert t.end == end and t.end in ENDS and t.success == (end == "success")
@@ -54,7 +54,7 @@ def test_a_dead_environment_breaks_one_episode_and_not_all_that_wait(word_chat, 
     assert {t.end for t in played} == {"env_error"} and all(math.isnan(t.reward) for t in played)
 
 
-def test_context_full_at_a_later_turn(word_chat):
+def test_context_full_at_a_later_turn(word_chat):  # docs/faults.md, 23
     act = FakePolicy(ended(word_chat))
     third = len(play(word_chat, act, "half wait win")[0].turns[2].prompt_ids)
     assert play(word_chat, act, "half wait win", max_context=third + 8)[0].end == "success"  # 8 new tokens just fit

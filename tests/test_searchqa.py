@@ -400,7 +400,8 @@ def test_same_task_same_episode_and_instances_do_not_disturb_each_other(data):
 def test_hints_change_nothing(data, options):
     plain = make_env("searchqa", {"data": data, **options})
     hinted = EnrichedEnv(make_env("searchqa", {"data": data, **options}), Schedule("both"))
-    hinted.schedule.check(plain, ["hand/a"], 6) if options else Schedule("ag-always").check(plain, ["hand/a"], 1)
+    schedule, turns = (hinted.schedule, 6) if options else (Schedule("ag-always"), 1)
+    assert schedule.why_no_hints(plain, ["hand/a"], turns) == ""
     gold = [action for *_, action in walk(plain, "hand/a") if action]
     for actions in (gold, ["nonsense"] * plain.max_turns, ["<search>door</search>"] + gold[-1:]):
         bare, rich = plain.reset(task="hand/a", seed=0), hinted.reset(task="hand/a", seed=0, enriched=True)

@@ -12,6 +12,8 @@ import gspo
 from envs import BadInput, Env
 from rl.logs import read
 from rl.options import Config
+from rl.rollout import Row, Trajectory
+from rl.train import Algorithm, Step
 
 
 @pytest.mark.parametrize("algorithm", [grpo, dapo, gspo], ids=lambda module: module.__name__)
@@ -78,6 +80,16 @@ def test_dynamic_sampling_hits_its_cap_on_a_hopeless_game(tmp_path, capsys):
 def test_overlong_penalty_reaches_the_advantages_and_not_the_metrics(run, tmp_path):
     dapo.main([*SMALL, "--out", str(tmp_path / "run"), "--overlong-max", "2", "--overlong-cache", "2"])
     assert all(0 <= row["reward"] <= 1 for row in read(tmp_path / "run" / "metrics.jsonl"))
+
+
+def test_the_overlong_penalty_counts_the_policys_own_tokens():  # docs/faults.md, 21
+    def episode(own, others):
+        return Trajectory("a", 0, 0, False, rows=[Row([1] * (own + others), [0] * others + [1] * own)], reward=1.0)
+
+    options = dapo.Options(overlong_max=10, overlong_cache=5)
+    step = Step(Config(), Algorithm(**dapo.algorithm(options, grpo.group_advantages)), None, None, None)
+    short, long, beside_much_else = step.advantages([episode(4, 0), episode(8, 0), episode(4, 500)]).tolist()
+    assert short == beside_much_else > long
 
 
 @pytest.mark.parametrize("algorithm", [grpo, dapo, gspo], ids=lambda module: module.__name__)
