@@ -77,16 +77,21 @@ class KeyDoor(Env):
 
     def __init__(self, stages: int = 3, commands: int = 4, families: int = 1, colours: int = 2, impossible: float = 0.0625,
                  practice: bool = False):
-        check(stages, commands, families, colours, impossible)
+        for name, value, least, most in (("stages", stages, 1, 30), ("commands", commands, 3, 10),
+                                         ("families", families, 1, len(HOUSES)), ("colours", colours, 1, len(COLOURS))):
+            if not (isinstance(value, int) and least <= value <= most):
+                raise BadInput(f"keydoor: {name} must be a whole number in {least}..{most}, got {value!r}")
+        if not (isinstance(impossible, (int, float)) and 0 <= impossible <= 1):
+            raise BadInput(f"keydoor: impossible is a share in 0..1, got {impossible!r}")
         self.options = (stages, commands, families, colours, impossible)
         self.stages, self.max_turns, self.practice = stages, stages + 2, practice
         self.stage, self.over = 0, True
 
     @classmethod
     def tasks(cls, split, stages=3, commands=4, families=1, colours=2, impossible=0.0625, practice=False):
-        check(stages, commands, families, colours, impossible)
+        game = KeyDoor(stages, commands, families, colours, impossible)
         refuse_unknown("split", split, SPLITS)
-        return list(build(stages, commands, families, colours, impossible)[split])
+        return list(build(*game.options)[split])
 
     def reset(self, *, task, seed):
         content = next((tasks[task] for tasks in build(*self.options).values() if task in tasks), None)
@@ -142,12 +147,3 @@ class KeyDoor(Env):
         asked = not self.doable and self.stage >= self.stages - 1  # it has seen that the task cannot be done
         return {"success": success, "valid": valid, "admissible": [] if self.over else list(self.lists[self.stage]),
                 "doable": self.doable, "abstain_turns": int(asked), "abstained": int(asked and success)}
-
-
-def check(stages, commands, families, colours, impossible):
-    for name, value, least, most in (("stages", stages, 1, 30), ("commands", commands, 3, 10),
-                                     ("families", families, 1, len(HOUSES)), ("colours", colours, 1, len(COLOURS))):
-        if not (isinstance(value, int) and least <= value <= most):
-            raise BadInput(f"keydoor: {name} must be a whole number in {least}..{most}, got {value!r}")
-    if not (isinstance(impossible, (int, float)) and 0 <= impossible <= 1):
-        raise BadInput(f"keydoor: impossible is a share in 0..1, got {impossible!r}")

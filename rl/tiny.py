@@ -27,7 +27,9 @@ from tqdm import tqdm
 from envs import BadInput, env_class, make_env, parse_options, select_tasks
 from rl import learner, warmstart
 from rl.chat import Chat
+from rl.model import load_model
 from rl.rollout import Request, add_turn, rollout
+from rl.runs import Parser, cli
 from rl.sampling import sampler
 from rl.warmstart import play, supervise
 
@@ -182,9 +184,6 @@ def build(folder, env_name, plays, only=(), seed=0, max_turns=0):
 
 
 def main(argv=None):
-    from rl.model import load_model
-    from rl.runs import Parser
-
     parser = Parser(description="Build the built-in model of an environment.")
     parser.add_argument("--env", default="keydoor")
     parser.add_argument("--env-options", nargs="*", default=[])
@@ -213,5 +212,4 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    from rl.runs import cli
     cli(main)
