@@ -8,6 +8,7 @@ How it is counted, and against what that was measured: rl/memory.py; what fits: 
 """
 from envs import BadInput
 from rl.presets import CONTEXT, GIB, KNOWN, SHARE, as_words, config_of, fit
+from rl.runs import Parser, cli
 
 
 def with_teacher(teacher, bits, top_k):
@@ -38,8 +39,8 @@ def with_teacher(teacher, bits, top_k):
 
     def further(found):
         build = builder(config_of(teacher))
-        return {"teacher, alone": (*weight_bytes(build(), bits), teach, build, ()),
-                "distil": (found.fixed, found.unpacked, distil, found.build, ())}
+        return {"teacher, alone": (*weight_bytes(build(), bits), teach, build),
+                "distil": (found.fixed, found.unpacked, distil, found.build)}
 
     return further
 
@@ -56,8 +57,6 @@ def memory_table(found) -> str:
 
 
 def main(argv=None):
-    from rl.runs import Parser
-
     parser = Parser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("--model", required=True, help=f"a folder, a name on the hub, or without a network: {', '.join(KNOWN)}")
     parser.add_argument("--gpu", type=float, required=True, help="memory of the card in GiB")
@@ -78,5 +77,4 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    from rl.runs import cli
     cli(main)
