@@ -20,6 +20,7 @@ What is measured is in tools/bench_ours.py (ours, growth, limit) and tools/bench
 4. The gradients of the two sides must agree, and the numbers of tokens sampled and played, else no ratio is told.
 5. Activations are kept on both sides; TRL's default is to recompute them (--checkpointing does so on both sides).
 """
+import functools
 import json
 import os
 import statistics
@@ -35,6 +36,7 @@ from rl.runs import Parser, cli
 PEER = "1.16"
 TUNED = {"MALLOC_MMAP_THRESHOLD_": "17179869184", "MALLOC_TRIM_THRESHOLD_": "17179869184", "MALLOC_TOP_PAD_": "268435456"}
 REAL = {"rows": (16, 4), "episodes": (32, 8), "group": (8, 4), "growth_episodes": (8, 2)}  # defaults: tiny, a real model
+say = functools.partial(print, flush=True)
 
 
 def measured(args, task, side="ours", tuned=True, **more):
@@ -55,8 +57,8 @@ def compare(args, task):
     import torch
     pairs, stock, figures = [], {}, {}
     with tempfile.TemporaryDirectory() as folder:
+        paths = {side: os.path.join(folder, side) for side in ("ours", "trl")}
         for n in range(args.pairs):
-            paths = {side: os.path.join(folder, side) for side in ("ours", "trl")}
             pair = {side: measured(args, task, side, gradient="" if n or task != "learner" else paths[side]) for side in paths}
             for what in {"sampled", "positions"} & set(pair["ours"]):
                 if pair["ours"][what] != pair["trl"][what]:
@@ -88,15 +90,10 @@ def alone(args, task):
         for history in ("full", "window"):
             figures[f"{history}.late_over_early"] = figures[f"{history}.late_seconds"] / figures[f"{history}.early_seconds"]
         figures["over_cache"] = figures["full.late_seconds"] / (figures["full.early_seconds"] + figures["cache_seconds"])
-        full = max(args.micro_batch_tokens // args.tokens, 1)  # rows of one micro-batch
-        rows = [full, 2 * full, 4 * full]
+        rows = [n * max(args.micro_batch_tokens // args.tokens, 1) for n in (1, 2, 4)]  # micro-batches
         peaks = [measured(args, "learner", rows=n)["peak_bytes"] for n in rows]
         figures |= {"rows": rows, "learner_peak_bytes": peaks, "learner_peak_ratio": peaks[-1] / max(peaks[0], 1)}
     return {f"{task}.{name}": value for name, value in (figures | {"runs": runs}).items()}
-
-
-def say(line):
-    print(line, flush=True)
 
 
 def parse(argv):

@@ -8,11 +8,12 @@ Runs whose options differ by the seed alone are one group: mean and standard dev
 all of them have. What a file lacks, or holds broken, is left out, and the page says so.
 
 Texts of a run (tasks, observations, actions, states, options, names) are from outside. They go into the page as JSON in a
-block that no browser executes, with `<` escaped, and tools/report_page.html puts them on the screen as text nodes alone; the page
-allows one script and one style by their hashes, and no request.
+block that no browser executes, with `<` escaped, and tools/report_page.html puts them on the screen as text nodes alone; the
+page allows one script and one style by their hashes, and no request.
 """
 import base64
 import hashlib
+import itertools
 import json
 import math
 import re
@@ -38,9 +39,9 @@ QUANTITIES = ("log_ratio", "weight")  # numbers of each sampled token in tokens.
 
 def finite(value):
     """A finite number to five digits, or None: a page's JSON has no NaN."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) < 1e300:
+    if type(value) not in (int, float) or not abs(value) < 1e300:
         return None
-    return int(value) if isinstance(value, int) and abs(value) < 2 ** 53 else float(f"{value:.5g}")
+    return value if type(value) is int and abs(value) < 2 ** 53 else float(f"{value:.5g}")
 
 
 def text(value) -> str:
@@ -55,29 +56,24 @@ def read_rows(path, notes, most=math.inf) -> list[dict]:
         return []
     with open(path, "rb") as file:
         total = sum(1 for _ in file)
-    chosen, rows, broken, foreign = set(range(total) if most >= total else fixed_tasks(range(total), most)), [], [], 0
+    chosen, rows, broken = set(fixed_tasks(range(total), most)), [], []
     with open(path, "rb") as file:
         for n, line in enumerate(file):
             if n in chosen and line.strip():
                 try:
-                    row = json.loads(line.decode())
+                    rows.append(json.loads(line.decode()))
                 except (ValueError, RecursionError):
                     broken.append(n)
-                    continue
-                if isinstance(row, dict) and isinstance(row.get("step"), int) and not isinstance(row["step"], bool) \
-                        and 0 <= row["step"] < 2 ** 53:
-                    rows.append(row)
-                else:
-                    foreign += 1
+    ours = [row for row in rows if isinstance(row, dict) and type(row.get("step")) is int and 0 <= row["step"] < 2 ** 53]
     if total > most:
         notes.append(f"{path.name} has {total:,} lines: {most:,} of them, evenly spread, are here (--episodes)")
     if broken and broken[-1] == total - 1 and not line.endswith(b"\n"):
         notes.append(f"{path.name}: the last line, {broken.pop() + 1}, is cut off and left out")
     if broken:
         notes.append(f"{path.name}: {len(broken):,} lines are not JSON and left out, the first is line {broken[0] + 1}")
-    if foreign:
-        notes.append(f"{path.name}: {foreign:,} lines are not of this version (no step) and left out")
-    return rows
+    if len(ours) < len(rows):
+        notes.append(f"{path.name}: {len(rows) - len(ours):,} lines are not of this version (no step) and left out")
+    return ours
 
 
 def load(run, most) -> SimpleNamespace:
@@ -104,7 +100,7 @@ def load(run, most) -> SimpleNamespace:
         if not rows and (file != "rounds.jsonl" or config.get("algorithm") == "distill"):
             notes.append(f"{file} holds nothing that can be shown" if path(file).exists() else f"there is no {file}")
     distill = config.get("algorithm") == "distill" or bool(rounds)
-    states = sorted((folder / "states").glob("[0-9][0-9][0-9].md")) if folder.is_dir() else []
+    states = sorted((folder / "states").glob("[0-9][0-9][0-9].md"))
     state = text(states[-1].read_text(errors="replace")) if states else ""
     return SimpleNamespace(name=name, config=config, notes=notes, metrics=metrics, evaluations=evaluations, rounds=rounds,
                            rollouts=rollouts, tokens=tokens, distill=distill, state=state)
@@ -116,11 +112,14 @@ def grouped(runs) -> list[SimpleNamespace]:
     for n, run in enumerate(runs):
         same = {key: value for key, value in run.config.items() if key not in ALIKE} or n
         found.setdefault(json.dumps([run.distill, same], sort_keys=True), []).append(run)
-    groups = [SimpleNamespace(runs=members, n=n, distill=members[0].distill) for n, members in enumerate(found.values())]
+    groups = [SimpleNamespace(runs=members, n=n, distill=members[0].distill, config=members[0].config)
+              for n, members in enumerate(found.values())]
     for group in groups:
-        configs = [other.runs[0].config for other in groups if other.distill == group.distill and other.runs[0].config]
+        for run in group.runs:
+            run.group = group.n
+        configs = [other.config for other in groups if other.distill == group.distill and other.config]
         differ = {key: {json.dumps(config.get(key)) for config in configs} for config in configs for key in config}
-        config = group.runs[0].config
+        config = group.config
         words = [f"{text(config.get('algorithm'))} on {text(config.get('env'))}"] if config else [group.runs[0].name]
         words += [f"{key} {text(value)}" for key, value in config.items() if key not in {"algorithm", "env", *ALIKE}
                   and (len(differ[key]) > 1 and all(key in other for other in configs)
@@ -132,7 +131,7 @@ def grouped(runs) -> list[SimpleNamespace]:
 
 def curve(group, name, points_of, **more) -> list[dict]:
     """[] or one series: points [x, y, low, high] of a run, or of the mean over a group's runs with its deviation."""
-    each = [dict((point[0], point) for point in points_of(run) if point[1] is not None) for run in group.runs]
+    each = [{point[0]: point for point in points_of(run) if point[1] is not None} for run in group.runs]
     each = [points for points in each if points]
     if not each:
         return []
@@ -141,8 +140,8 @@ def curve(group, name, points_of, **more) -> list[dict]:
         points, lines = [each[0][x] for x in steps], []
     else:
         ys = [[points[x][1] for points in each] for x in steps]
-        points = [[x, finite(statistics.fmean(y)), finite(statistics.fmean(y) - statistics.stdev(y)),
-                   finite(statistics.fmean(y) + statistics.stdev(y))] for x, y in zip(steps, ys)]
+        spread = [(statistics.fmean(y), statistics.stdev(y)) for y in ys]
+        points = [[x, finite(mean), finite(mean - std), finite(mean + std)] for x, (mean, std) in zip(steps, spread)]
         lines = [[points[x][:2] for x in sorted(points)] for points in each]
     half = len(points) // 40  # a running mean over a twentieth of the steps, where single points would be noise
     smooth = [[point[0], finite(statistics.fmean(p[1] for p in points[max(0, n - half):n + half + 1]))]
@@ -176,21 +175,18 @@ def phases(config) -> list:
         schedule = schedule_of(SimpleNamespace(**config), config["steps"])
     except (BadInput, AttributeError, KeyError, TypeError, ValueError):
         return []
-    found = []
-    for step in range(1, min(schedule.total_steps, 100_000) + 1):
-        now = schedule.at(step)
-        turns = [turn for turn in (1, schedule.early[0], schedule.late[0]) if now.kind(turn)]
-        if turns:
-            turn = max(turns)
-            windows = (schedule.early, schedule.late)
-            last = next((last for first, last in windows if first == turn and not now.kind(last + 1)), None)
-            kind = ("wrong " if schedule.strategy == "wrong-hint" else "") + now.kind(turn)
-            words = f"{kind}, turns {turn} to {last}" if last else f"{kind}, every turn"
-            if found and found[-1][1:] == [step - 1, words]:
-                found[-1][1] = step
-            else:
-                found.append([step, step, words])
-    return found
+
+    def shown(step):
+        now, windows = schedule.at(step), (schedule.early, schedule.late)
+        turn = max((turn for turn in (1, schedule.early[0], schedule.late[0]) if now.kind(turn)), default=None)
+        if turn is None:
+            return ""
+        last = next((last for first, last in windows if first == turn and not now.kind(last + 1)), None)
+        kind = ("wrong " if schedule.strategy == "wrong-hint" else "") + now.kind(turn)
+        return f"{kind}, turns {turn} to {last}" if last else f"{kind}, every turn"
+
+    spans = [(words, list(steps)) for words, steps in itertools.groupby(range(1, min(schedule.total_steps, 100_000) + 1), shown)]
+    return [[steps[0], steps[-1], words] for words, steps in spans if words]
 
 
 def charts(groups, distill) -> list[dict]:
@@ -198,18 +194,14 @@ def charts(groups, distill) -> list[dict]:
     groups = [group for group in groups if group.distill == distill]
     free, played = [], []
     for group in groups:
-        if distill:
-            for words, state in (("state-free", False), ("with the state", True)):
-                free += curve(group, f"{words}, valid tasks", successes("valid", state=state))
-                free += curve(group, f"{words}, test tasks", successes("test", state=state), mark=True)
-        else:
-            free += curve(group, "valid tasks", successes("valid"))
-            free += curve(group, "test tasks", successes("test"), mark=True)
+        for words, state in (("state-free, ", False), ("with the state, ", True)) if distill else (("", None),):
+            free += curve(group, f"{words}valid tasks", successes("valid", state=state))
+            free += curve(group, f"{words}test tasks", successes("test", state=state), mark=True)
         free += curve(group, "test tasks before training", successes("test", "base", state=False, at=0), mark=True)
         hinted = curve(group, "episodes with hints", metric("success_hinted", distill), smooth=True)
         kinds = hinted + curve(group, "episodes without", metric("success_plain", distill), smooth=True)
         played += kinds if hinted else curve(group, "all episodes", metric("success", distill), smooth=True)
-    shades = [{"group": group.n, "phases": found} for group in groups if (found := phases(group.runs[0].config))]
+    shades = [{"group": group.n, "phases": found} for group in groups if (found := phases(group.config))]
     unit = "optimizer step" if distill else "training step"
     found = [{"title": "Success without the state, and with it" if distill else "Success without hints", "y": [0, 1],
               "x": "round" if distill else unit, "series": free, "shades": [] if distill else shades},
@@ -220,13 +212,13 @@ def charts(groups, distill) -> list[dict]:
     return [chart for chart in found if chart["series"]]
 
 
-def about_run(run, group) -> dict:
+def about_run(run) -> dict:
     """A run as a line of the table, with its options."""
     played = {name: points[-1] for name, split, policy in (
         ("base", "test", "base"), ("trained", "test", "trained"), ("valid", "valid", "trained"))
         if (points := successes(split, policy, state=False)(run))}
     done = max((row["step"] for row in (run.rounds if run.distill else run.metrics)), default=0)
-    return {"name": run.name, "group": group, "distill": run.distill, "done": done, "seed": text(run.config.get("seed")),
+    return {"name": run.name, "group": run.group, "distill": run.distill, "done": done, "seed": text(run.config.get("seed")),
             "of": finite(run.config.get("rounds" if run.distill else "steps")), "commit": text(run.config.get("commit")),
             **played, "notes": run.notes, "state": run.state, "rounds": list(map(about_round, run.rounds)),
             "options": [[text(key), text(value)] for key, value in run.config.items()]}
@@ -234,13 +226,15 @@ def about_run(run, group) -> dict:
 
 def about_round(row) -> dict:
     """A line of rounds.jsonl; None where it does not say."""
-    labels, edits = row.get("labels") if isinstance(row.get("labels"), dict) else {}, {}
-    for name in ("edits", "rejected_edits", "dropped_edits"):
-        given = row.get(name) if isinstance(row.get(name), list) else []
-        edits[name] = [" ".join(text(edit.get(key)) for key in ("op", "target", "content", "reason") if edit.get(key))
-                       if isinstance(edit, dict) else text(edit) for edit in given]
+    def words(edit):
+        if not isinstance(edit, dict):
+            return text(edit)
+        return " ".join(text(edit[key]) for key in ("op", "target", "content", "reason") if edit.get(key))
+
+    lists = {key: row[key] if isinstance(row.get(key), list) else [] for key in ("edits", "rejected_edits", "dropped_edits")}
+    labels = row["labels"] if isinstance(row.get("labels"), dict) else {}
     keys = ("step", "success_before", "success_after", "success_free", "success_state", "selected", "entries")
-    return {**{key: finite(row.get(key)) for key in keys}, **edits,
+    return {**{key: finite(row.get(key)) for key in keys}, **{key: list(map(words, edits)) for key, edits in lists.items()},
             **{key: row[key] if isinstance(row.get(key), bool) else None for key in ("state_accepted", "policy_accepted")},
             **{key: text(row.get(key)) for key in ("state_reason", "policy_reason")},
             "labels": [finite(labels.get(label)) for label in ("00", "01", "10", "11")] if labels else None}
@@ -251,7 +245,7 @@ def episode(n, row, put, tokens=None) -> list:
     def without(observation, hint):  # what was read is the observation, a line break and the hint
         return put(text(observation.removesuffix(f"\n{hint}") if hint and isinstance(observation, str) else observation))
 
-    turns = row.get("turns") if isinstance(row.get("turns"), list) else []
+    turns = row["turns"] if isinstance(row.get("turns"), list) else []
     turns = [turn if isinstance(turn, dict) else {} for turn in turns]
     hints = [turn.get("hint") for turn in turns] + [None]
     stored = [without(row.get("first_observation"), hints[0])]
@@ -295,20 +289,17 @@ def episodes(runs, put) -> list:
 def page(runs) -> str:
     """The whole page, in ASCII."""
     groups, strings = grouped(runs), {}
-    of_run = {id(run): group.n for group in groups for run in group.runs}
     data = {"title": runs[0].name if len(runs) == 1 else f"{len(runs)} runs",
             "groups": [{"label": group.label, "runs": len(group.runs)} for group in groups],
-            "runs": [about_run(run, of_run[id(run)]) for run in runs],
-            "charts": charts(groups, False) + charts(groups, True),
+            "runs": list(map(about_run, runs)), "charts": charts(groups, False) + charts(groups, True),
             "episodes": episodes(runs, lambda string: strings.setdefault(string, len(strings))), "strings": list(strings)}
     template = TEMPLATE.read_text()
-    hashes = {tag: base64.b64encode(hashlib.sha256(re.search(f"<{tag}>(.*?)</{tag}>", template, re.DOTALL)[1].encode())
-                                    .digest()).decode() for tag in ("script", "style")}
-    policy = "default-src 'none'; base-uri 'none'; form-action 'none'; " + "; ".join(
-        f"{tag}-src 'sha256-{digest}'" for tag, digest in hashes.items())
-    head, _, rest = template.partition("@policy@")
-    middle, _, tail = rest.partition("@data@")
-    return head + policy + middle + json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c") + tail
+    policy = "default-src 'none'; base-uri 'none'; form-action 'none'"
+    for tag in ("script", "style"):
+        content = re.search(f"<{tag}>(.*?)</{tag}>", template, re.DOTALL)[1].encode()
+        policy += f"; {tag}-src 'sha256-{base64.b64encode(hashlib.sha256(content).digest()).decode()}'"
+    content = json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
+    return template.replace("@policy@", policy).replace("@data@", content)
 
 
 def main(argv=None):

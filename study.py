@@ -34,7 +34,7 @@ from pathlib import Path
 
 from enrich import STRATEGIES
 from envs import BadInput
-from rl.logs import read, replace_file
+from rl.logs import picture, read, replace_file
 from rl.options import Config, parse, schedule_of_run
 from rl.runs import Parser, about, cli, commit
 
@@ -42,6 +42,9 @@ HERE = Path(__file__).parent
 MODIFIERS = {"mixed": ["--enrich-mixed"], "anneal": ["--enrich-anneal"], "positive": ["--enrich-positive-only"],
              "stripped": ["--enrich-train-context", "stripped"], "ratio": ["--enrich-train-context", "stripped-ratio"]}
 T975 = [math.nan, 12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131]
+MEANS = {"final": "final", "valid": "the same on valid tasks", "peak": "peak", "clean": "final without an invalid action",
+         "success_hinted": "training episodes with hints, at the end", "success_plain": "without",
+         "final_with_state": "final with the state"}  # figures of a run that are averaged over seeds -> title in the table
 
 
 def paired(differences: list[float]) -> dict:
@@ -70,15 +73,12 @@ def read_run(folder) -> dict | None:
     curve = [[row["step"], row["success"]] for row in rows if row["split"] == "valid"]
     final, metrics = tests["trained"], read(folder / "metrics.jsonl")
     run = {"base": tests["base"]["success"], "final": final["success"], "curve": curve,
-           "valid": curve[-1][1] if curve else None,
-           "peak": max([success for _, success in curve], default=None), "clean": final["clean_success"],
-           "commit": about(folder)["commit"]}
+           "valid": curve[-1][1] if curve else None, "peak": max([success for _, success in curve], default=None),
+           "clean": final["clean_success"], "commit": about(folder)["commit"]}
     for row in evaluations:
         if row.get("state") and (row["split"], row["policy"]) == ("test", "trained"):
             run["final_with_state"] = row["success"]
-    for key in ("abstained", "abstain_turns"):
-        if key in final:
-            run[key] = final[key]
+    run |= {key: final[key] for key in ("abstained", "abstain_turns") if key in final}
     for key in ("success_hinted", "success_plain", "dead_group_fraction"):  # the last tenth of training
         last = [row[key] for row in metrics[-max(1, len(metrics) // 10):] if row.get(key) is not None]
         if last:
@@ -123,7 +123,7 @@ def summary(facts: dict, arms: dict, results: dict) -> dict:
     baseline, study = next(iter(arms)), {**facts, "arms": {}}
     for arm, runs in results.items():
         entry = {"options": arms[arm], "runs": runs}
-        for key in ("final", "valid", "peak", "clean", "success_hinted", "success_plain", "final_with_state"):
+        for key in MEANS:
             values = [run[key] for run in runs if run.get(key) is not None]
             if values:
                 entry[key] = {"mean": statistics.fmean(values), "std": statistics.stdev(values) if len(values) > 1 else 0.0}
@@ -137,10 +137,7 @@ def study_table(study, baseline=None) -> str:
     """Markdown, with differences to the arm `baseline` (default: the first)."""
     baseline = baseline or next(iter(study["arms"]))
     arms, asks = study["arms"], any("abstain_turns" in run for arm in study["arms"].values() for run in arm["runs"])
-    columns = {"final": "final", "valid": "the same on valid tasks", "peak": "peak", "clean": "final without an invalid action",
-               "success_hinted": "training episodes with hints, at the end", "success_plain": "without",
-               "final_with_state": "final with the state"}
-    columns = {key: title for key, title in columns.items() if any(key in arm for arm in arms.values())}
+    columns = {key: title for key, title in MEANS.items() if any(key in arm for arm in arms.values())}
     head = ["arm", *columns.values(), f"final − {baseline} [95 %], p", "", *(["abstained"] if asks else [])]
     lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
     for name, arm in arms.items():
@@ -150,36 +147,28 @@ def study_table(study, baseline=None) -> str:
         difference = f"{d['mean']:+.3f} [{d['low']:+.3f}, {d['high']:+.3f}], {d['p']:.3f}"
         cells += [difference, verdict(d)] if name != baseline else ["", ""]
         if asks:
-            asked = [sum(run.get(key, 0) for run in arm["runs"]) for key in ("abstained", "abstain_turns")]
-            cells.append("{} of {}".format(*asked))
+            cells.append(" of ".join(str(sum(run.get(key, 0) for run in arm["runs"])) for key in ("abstained", "abstain_turns")))
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 
 def draw_study(study, path):
     """Left: mean success on valid tasks over training. Right: final test success, a dot a seed, a bar for the mean."""
-    import matplotlib
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
     arms = study["arms"]
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 1.6 + 0.3 * max(len(arms), 8)))
-    for number, (name, arm) in enumerate(arms.items()):
-        colour, style = f"C{number % 10}", ("-", "--")[number // 10 % 2]
-        curves = [run["curve"] for run in arm["runs"]]
-        if min(map(len, curves)) > 1:
-            means = [statistics.fmean(success for _, success in points) for points in zip(*curves)]
-            left.plot([step for step, _ in curves[0]], means, color=colour, linestyle=style, label=name)
-        right.plot([run["final"] for run in arm["runs"]], [number] * len(arm["runs"]), "o", color=colour, alpha=0.5)
-        right.plot([arm["final"]["mean"]], [number], "|", color="black", markersize=14)
-    left.set(xlabel="training step", ylabel="success on valid tasks, without hints", ylim=(-0.02, 1.02))
-    left.legend(fontsize=7)
-    right.set(xlabel="final success on test tasks, without hints", xlim=(-0.02, 1.02), yticks=range(len(arms)))
-    right.set_yticklabels(list(arms), fontsize=8)
-    right.invert_yaxis()
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
+    with picture(path, 1, 2, figsize=(11, 1.6 + 0.3 * max(len(arms), 8))) as (_, (left, right)):
+        for number, (name, arm) in enumerate(arms.items()):
+            colour, style = f"C{number % 10}", ("-", "--")[number // 10 % 2]
+            curves = [run["curve"] for run in arm["runs"]]
+            if min(map(len, curves)) > 1:
+                means = [statistics.fmean(success for _, success in points) for points in zip(*curves)]
+                left.plot([step for step, _ in curves[0]], means, color=colour, linestyle=style, label=name)
+            right.plot([run["final"] for run in arm["runs"]], [number] * len(arm["runs"]), "o", color=colour, alpha=0.5)
+            right.plot([arm["final"]["mean"]], [number], "|", color="black", markersize=14)
+        left.set(xlabel="training step", ylabel="success on valid tasks, without hints", ylim=(-0.02, 1.02))
+        left.legend(fontsize=7)
+        right.set(xlabel="final success on test tasks, without hints", xlim=(-0.02, 1.02), yticks=range(len(arms)))
+        right.set_yticklabels(list(arms), fontsize=8)
+        right.invert_yaxis()
 
 
 def report(folder):
@@ -278,13 +267,12 @@ def main(argv=None):
     if len(argv) not in (1, 2) or not (Path(argv[0]) / "study.json").is_file():
         raise BadInput("usage: python study.py results/NAME [ARM], a folder with a study.json; to run one: "
                        "python enrich.py --study")
+    if len(argv) == 1:
+        return report(Path(argv[0]))
     study = json.loads((Path(argv[0]) / "study.json").read_text())
-    if len(argv) == 2 and argv[1] not in study["arms"]:
+    if argv[1] not in study["arms"]:
         raise BadInput(f"{argv[0]} has no arm {argv[1]!r}; it has: {', '.join(study['arms'])}")
-    if len(argv) == 2:
-        print(study_table(study, argv[1]))
-    else:
-        report(Path(argv[0]))
+    print(study_table(study, argv[1]))
 
 
 if __name__ == "__main__":

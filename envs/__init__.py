@@ -137,6 +137,12 @@ def split_tasks(name: str, only: list[str], options: dict, splits=("train", "val
     return tasks
 
 
+def refuse_unknown(what: str, value, known):
+    """Raise BadInput, with what there is, for a value of an option that is not among the known ones."""
+    if value not in known:
+        raise BadInput(f"unknown {what} {value!r}: use one of {', '.join(known)}")
+
+
 def parse_action(text: str) -> str:
     """The command in a policy's text: after any thinking, the last <action>...</action>, else the first line
     that is not empty, without a leading "Action:" or ">". Nothing else is mended."""

@@ -28,10 +28,11 @@ import os
 import re
 import sys
 import threading
+from collections import defaultdict
 from pathlib import Path
 from unittest import mock
 
-from envs import BadInput, Env, parse_action
+from envs import BadInput, Env, parse_action, refuse_unknown
 
 SPLITS = {"train": "train", "valid": "valid_seen", "test": "valid_unseen"}
 TASK_TYPES = ("pick_and_place_simple", "look_at_obj_in_light", "pick_clean_then_place_in_recep",
@@ -104,8 +105,7 @@ class ALFWorld(Env):
     max_turns = 50
 
     def __init__(self, data=None, admissible="list"):
-        if admissible not in ("list", "none"):
-            raise BadInput(f"admissible={admissible!r}: use list or none")
+        refuse_unknown("admissible", admissible, ("list", "none"))
         engine()
         self.folder, self.admissible = folder(data), admissible
         self.system_prompt = PROMPT + (TEMPLATES if admissible == "none" else "")
@@ -114,31 +114,28 @@ class ALFWorld(Env):
     @classmethod
     def tasks(cls, split, data=None):
         """Task ids in order. The full data have 3553 / 140 / 134 games."""
-        if split not in SPLITS:
-            raise BadInput(f"unknown split {split!r}: use one of {', '.join(SPLITS)}")
+        refuse_unknown("split", split, SPLITS)
         return list(games(folder(data), split))
 
     def reset(self, *, task, seed):
         """Any seed gives the same episode. Raises BadInput for a task that is not there or a file that is damaged."""
-        file = next((found[task] for split in SPLITS if task in (found := games(self.folder, split))), None)
-        if file is None:
-            raise BadInput(f"unknown task {task!r} in {self.folder}: ids look like "
-                           f"{next((t for split in SPLITS for t in games(self.folder, split)), 'TYPE/OBJECT-SCENE/TRIAL')}")
+        files = {task: file for split in SPLITS for task, file in games(self.folder, split).items()}
+        if task not in files:
+            known = next(iter(files), "TYPE/OBJECT-SCENE/TRIAL")
+            raise BadInput(f"unknown task {task!r} in {self.folder}: ids look like {known}")
         PddlEnv, AlfredDemangler, EnvInfos, fast_downward = engine()
         try:
-            game = json.loads(file.read_text(encoding="utf-8"))
+            game = json.loads(files[task].read_text(encoding="utf-8"))
             problem, self._walkthrough = game["pddl_problem"], list(game.get("walkthrough") or [])
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise BadInput(f"the game file {file} is damaged ({error!r}): run alfworld-download again") from error
-        once = mock.patch.object(fast_downward, "pddl2sas", lambda domain, problem, **_: ground(domain, problem))
-        with _lock, once:
+            raise BadInput(f"the game file {files[task]} is damaged ({error!r}): run alfworld-download again") from error
+        with _lock, mock.patch.object(fast_downward, "pddl2sas", lambda domain, problem, **_: ground(domain, problem)):
             if self._env is None:
                 infos = EnvInfos(admissible_commands=True, won=True, facts=True)
                 self._env = _idle.pop() if _idle else AlfredDemangler(PddlEnv(infos), shuffle=False)
             self._env.load(game)
             self._state = self._env.reset()
-        goal = problem.partition("(:goal")[2].lower()
-        self._goal_types = set(re.findall(r"\(objecttype \?\w+ (\w+)\)", goal))
+        self._goal_types = set(re.findall(r"\(objecttype \?\w+ (\w+)\)", problem.partition("(:goal")[2].lower()))
         self._followed, self._done = 0, False
         return self._view(self._state.feedback.replace(GREETING, "")), self._info(valid=True)
 
@@ -174,25 +171,23 @@ class ALFWorld(Env):
         included: facts of the engine's state that are seen only after a search."""
         if self._done:
             return None
-        facts = {}
+        facts = defaultdict(list)   # name -> the arguments of each
         for fact in self._state.facts:
-            facts.setdefault(fact.name, []).append(tuple(v.name.strip() for v in fact.arguments))
-        inside, opened = dict(facts.get("inreceptacle", [])), {r for r, in facts.get("opened", [])}
-        closed = {r for r, in facts.get("openable", [])} - opened
-        carried = [thing for _, thing in facts.get("holds", [])]
+            facts[fact.name].append(tuple(v.name.strip() for v in fact.arguments))
 
         def named(thing):
-            states = [word for name, word in STATES.items() if (thing,) in facts.get(name, [])]
+            states = [word for name, word in STATES.items() if (thing,) in facts[name]]
             return f"{thing} ({', '.join(states)})" if states else thing
 
         at = [loc for _, loc in facts["atlocation"]]
         here = sorted(r for r, loc in facts["receptacleatlocation"] if loc in at)
         lines = [f"You are at {' and '.join(here)}." if here else "You are in the middle of the room.",
-                 f"You carry {', '.join(map(named, carried)) or 'nothing'}."]
+                 f"You carry {', '.join(named(thing) for _, thing in facts['holds']) or 'nothing'}."]
+        inside, closed = dict(facts["inreceptacle"]), set(facts["openable"]) - set(facts["opened"])
         for thing, kind in sorted(facts["objecttype"]):
             if kind in self._goal_types and thing in inside:
-                place = inside[thing]
-                lines.append(f"{named(thing)} is at {place}{', which is closed' if place in closed else ''}.")
+                shut = ", which is closed" if (inside[thing],) in closed else ""
+                lines.append(f"{named(thing)} is at {inside[thing]}{shut}.")
         return " ".join(lines)
 
     def close(self):

@@ -1,38 +1,39 @@
 """BFCL v3, multi-turn: a user asks several things in turn, and the agent calls Python-like functions.
 
-Data, function documents and the eight back-end classes (a file system, a car, a broker, ...) are those of the
-package `bfcl-eval`. Flow: user message -> the model's calls -> their results -> more calls -> ... -> an output
-without a call ends the user turn, and the next user message comes. 800 tasks: categories base, miss_func (a
-function stays hidden until a later turn), miss_param (a parameter comes a turn later) and long_context
-(bulky results), 200 each; the same index is the same underlying task in all four.
+Data, function documents and the eight back-end classes (a file system, a car, a broker, ...) are those of the package
+`bfcl-eval`. Flow: user message -> the model's calls -> their results -> more calls -> ... -> an output without a call
+ends the user turn, and the next user message comes. 800 tasks: categories base, miss_func (a function stays hidden until
+a later turn), miss_param (a parameter comes a turn later) and long_context (bulky results), 200 each; the same index is
+the same underlying task in all four.
 
 Reward: 1.0 at the end iff every user turn with ground truth passed both official checks, else 0.0.
   state     every public attribute of every instance equals that of a run of the ground truth
   response  each ground-truth result of this turn is among the model's results so far (multiset, any order)
-Turns with empty ground truth (the right act is to ask, not to call) are not scored by the benchmark; info counts
-them: `abstain_turns` seen so far, and `abstained`, those of them that ended with no call executed. Three of the
-203 in each miss_* category (indices 167 and 180, last turns) are gaps in the data; base and long_context have them too.
+Turns with empty ground truth (the right act is to ask, not to call) are not scored by the benchmark; info counts them:
+`abstain_turns` seen so far, and `abstained`, those of them that ended with no call executed. Three of the 203 in each
+miss_* category (indices 167 and 180, last turns) are gaps in the data; base and long_context have them too.
 
-The model's text is parsed, never executed: `ast.parse` (or JSON), literal arguments, the method looked up by
-name. Differences from the official harness (bfcl-eval 2026.3.23):
- 1. A malformed call (text that starts like one but does not parse) is an invalid action: it says why, counts as
-    one of the 20 steps, and the turn goes on. Officially, what does not parse ends the turn, as prose does here.
- 2. Arguments must be literals. Officially a bare name becomes a string, arithmetic is evaluated, and a nested
-    call runs. Text over 10,000 characters after thinking is invalid.
+The model's text is parsed, never executed: `ast.parse` (or JSON), literal arguments, the method looked up by name.
+Differences from the official harness (bfcl-eval 2026.3.23):
+ 1. A malformed call (text that starts like one but does not parse) is an invalid action: it says why, counts as one of
+    the 20 steps, and the turn goes on. Officially, what does not parse ends the turn, as prose does here.
+ 2. Arguments must be literals. Officially a bare name becomes a string, arithmetic is evaluated, and a nested call
+    runs. Text over 10,000 characters after thinking is invalid.
  3. Positional arguments count, as in the ground truth. Officially the ground truth's count, the model's are lost.
  4. Only the task's functions are callable. Officially, the model's text also reaches Python's built-ins.
  5. Each episode has its own instances. Officially they live in a module's globals under the model's name, and
     long_context's extra credit cards and bookings are the same objects in all of them.
  6. An exponent, precision or number of decimal places beyond 1,000 is refused: one such call can hang a worker.
- 7. The prompt's words are ours, and results come as `function -> result` lines. In the native format each is a
-    message of role "tool", as officially, and so is the reason why a call is invalid; the functions added by
-    miss_func are written into the user's message: `tools` stays, so the prompt only ever grows.
+ 7. The prompt's words are ours, and results come as `function -> result` lines. In the native format each is a message
+    of role "tool", as officially, and so is the reason why a call is invalid; the functions added by miss_func are
+    written into the user's message: `tools` stays, so the prompt only ever grows.
 As officially, a hidden function is undocumented, not blocked: a call of it runs.
 
 Hints follow FEE (arXiv 2609.08404). Guidance is the first ground-truth call of a user turn; ours in addition is
 `guidance="next"`: the first call not yet made, at any step. Enrichment explains what the last calls did.
 """
 import ast
+import contextlib
 import copy
 import functools
 import hashlib
@@ -41,14 +42,12 @@ import inspect
 import json
 import re
 import warnings
-from collections import Counter
+from collections import Counter, namedtuple
 from pathlib import Path
-from typing import NamedTuple
 
-from envs import BadInput, Env
+from envs import BadInput, Env, refuse_unknown
 
-CATEGORIES = ("base", "miss_func", "miss_param", "long_context")
-TASKS_PER_CATEGORY = 200
+CATEGORIES = ("base", "miss_func", "miss_param", "long_context")      # 200 tasks each
 MAX_STEPS = 20          # model outputs in one user turn; one more fails the episode
 MAX_CHARS = 10_000      # of one output, thinking not counted; the longest ground-truth turn has 6,908
 MAX_LISTED = 40         # names in an enriched directory listing: long_context fills directories with hundreds
@@ -68,14 +67,11 @@ Functions (JSON, one a line):
 ADDED_FUNCTIONS = "You can now also use these functions (JSON, one a line):\n{}\nPlease try again."
 
 
+Call = namedtuple("Call", "name args kwargs")     # positional arguments as a tuple, the others as a dict
+
+
 class InvalidAction(Exception):
     """The model tried to call a function, but what it wrote is no call."""
-
-
-class Call(NamedTuple):
-    name: str
-    args: tuple
-    kwargs: dict
 
 
 @functools.cache
@@ -86,17 +82,15 @@ def load_data() -> tuple[dict, dict, dict]:
         config = importlib.import_module("bfcl_eval.constants.executable_backend_config")
         data = Path(config.__file__).parents[1] / "data"
         read = lambda path: [json.loads(line) for line in path.read_text(encoding="utf-8").strip().split("\n")]
-        entries, used = {}, set()
+        entries = {}
         for category in CATEGORIES:
             name = f"BFCL_v4_multi_turn_{category}.json"          # JSON lines; v4 ships v3's multi-turn part
             pairs = zip(read(data / name), read(data / "possible_answer" / name), strict=True)
             for index, (entry, answer) in enumerate(pairs):
                 entries[f"{category}/{index}"] = entry | {"ground_truth": answer["ground_truth"]}
-                used.update(entry["involved_classes"])
-        documents = {name: read(data / "multi_turn_func_doc" / config.MULTI_TURN_FUNC_DOC_FILE_MAPPING[name])
-                     for name in sorted(used)}
-        classes = {name: getattr(importlib.import_module(config.CLASS_FILE_PATH_MAPPING[name]), name)
-                   for name in documents}
+        names = sorted({name for entry in entries.values() for name in entry["involved_classes"]})
+        documents = {name: read(data / "multi_turn_func_doc" / config.MULTI_TURN_FUNC_DOC_FILE_MAPPING[name]) for name in names}
+        classes = {name: getattr(importlib.import_module(config.CLASS_FILE_PATH_MAPPING[name]), name) for name in names}
     except (ImportError, OSError) as error:
         raise BadInput(f"environment 'bfcl' lacks a part ({error}): "
                        "pip install --no-deps -r envs/bfcl-requirements.txt") from error
@@ -109,8 +103,7 @@ def make_instances(entry: dict, long_context: bool) -> dict:
     for name in entry["involved_classes"]:
         instance = classes[name]()
         if hasattr(instance, "_load_scenario"):                   # MathAPI keeps no state
-            scenario = copy.deepcopy(entry["initial_config"].get(name, {}))
-            instance._load_scenario(scenario, long_context=long_context)
+            instance._load_scenario(copy.deepcopy(entry["initial_config"].get(name, {})), long_context=long_context)
         instances[name] = copy.deepcopy(instance)
     return instances
 
@@ -125,16 +118,14 @@ def run_call(call: Call, methods: dict) -> str:
     """The result as the official executor writes it. An unknown name or a failing method is a result too."""
     if call.name not in methods:
         return f"Error during execution: name '{call.name}' is not defined"
-    size = bound_arguments(call, methods).get(COSTLY[call.name], 0) if call.name in COSTLY else 0
+    size = bound_arguments(call, methods).get(COSTLY.get(call.name), 0)
     if not (isinstance(size, (int, float)) and abs(size) <= 1000):
         return f"Error during execution: {COSTLY[call.name]} must be a number between -1000 and 1000"
     try:
         result = methods[call.name](*call.args, **call.kwargs)
-        if type(result) is dict:
-            try:
+        with contextlib.suppress(TypeError, ValueError, RecursionError):      # mpmath numbers, for one
+            if type(result) is dict:
                 return json.dumps(result)
-            except (TypeError, ValueError, RecursionError):       # mpmath numbers, for one
-                pass
         return str(result)
     except Exception as error:                                    # whatever a wrong argument makes a back end raise
         return f"Error during execution: {error}"
@@ -186,14 +177,13 @@ def parse_tool_calls(text: str) -> list[Call]:
     if len(blocks) != text.count("<tool_call>"):
         raise InvalidAction("a <tool_call> is not closed")
     calls = []
-    for block in blocks:
-        try:
-            call = json.loads(block)
+    try:
+        for call in map(json.loads, blocks):
             arguments = call["arguments"]
             arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
             calls.append(Call(call["name"] + "", (), {**arguments}))
-        except (ValueError, TypeError, KeyError, RecursionError) as error:
-            raise InvalidAction('a tool call must be {"name": "...", "arguments": {...}}') from error
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        raise InvalidAction('a tool call must be {"name": "...", "arguments": {...}}') from error
     return calls
 
 
@@ -224,46 +214,35 @@ class BFCL(Env):
     """Options: `format` "prompt" (a list of calls as text) or "native" (Hermes and Qwen3 tool calls, in JSON),
     `guidance` "first-call" or "next", and those of `tasks`.
 
-    After `reset`, `system_prompt` holds the task's instructions. In the native format they come without the
-    functions: the rollout passes `tools` (JSON schemas; None in the prompt format) to the chat template, and the
-    results to it as messages of role "tool" (`info["tool_results"]`).
-    `info` has success, valid (parsed, and every function known), user_turn (from 1), abstain_turns, abstained.
+    After `reset`, `system_prompt` holds the task's instructions; in the native format without the functions, which are
+    in `tools`. `info` has success, valid (parsed, and every function known), user_turn (from 1), abstain_turns,
+    abstained and, in the native format, tool_results.
     """
 
-    tools: list[dict] | None = None
-
-    def __init__(self, format: str = "prompt", guidance: str = "first-call", classes: str | None = None,
-                 split_by: str = "domain"):
-        if format not in ("prompt", "native"):
-            raise BadInput(f"format must be prompt or native, not {format!r}")
-        if guidance not in ("first-call", "next"):
-            raise BadInput(f"guidance must be first-call or next, not {guidance!r}")
-        known_classes(classes), self.tasks("train", split_by=split_by)   # raise BadInput for what they do not know
+    def __init__(self, format="prompt", guidance="first-call", classes: str | None = None, split_by="domain"):
+        refuse_unknown("format", format, ("prompt", "native"))
+        refuse_unknown("guidance", guidance, ("first-call", "next"))
+        refuse_unknown("split_by", split_by, ("domain", "index"))
+        known_classes(classes)      # raises BadInput
         self.format, self.guidance = format, guidance
         self._done = True
 
     @classmethod
-    def tasks(cls, split: str, classes: str | None = None, split_by: str = "domain", format: str = "prompt",
-              guidance: str = "first-call") -> list[str]:
+    def tasks(cls, split: str, classes: str | None = None, split_by="domain") -> list[str]:
         """Ids `category/index`; the four categories of an index always share its split.
 
-        `split_by="domain"` is FEE's: indices 0-99 (each has the file system or the car) train, 100-199 (each has
-        the broker or travel) test. "index" draws the halves by a hash of the index. Of the first half, every
-        fifth is "valid" and not "train".
-        `classes` ("GorillaFileSystem" or "MathAPI,TravelAPI") keeps the tasks that involve no other class: 14,000
-        characters of prompt for one class against 22,000 in the median task. By domain, train and test share no
-        class for that, and some classes are never alone: a split without a task is refused.
-        `format` and `guidance` are accepted, but choose no task."""
-        if split not in ("train", "valid", "test"):
-            raise BadInput(f"unknown split {split!r}: use train, valid or test")
-        if split_by not in ("domain", "index"):
-            raise BadInput(f"split_by must be domain or index, not {split_by!r}")
-        wanted, order = known_classes(classes), list(range(TASKS_PER_CATEGORY))
+        `split_by="domain"` is FEE's: indices 0-99 (each has the file system or the car) train, 100-199 (each has the
+        broker or travel) test. "index" draws the halves by a hash of the index. Of the first half, every fifth is "valid"
+        and not "train". `classes` ("GorillaFileSystem" or "MathAPI,TravelAPI") keeps the tasks that involve no other
+        class: 14,000 characters of prompt for one class against 22,000 in the median task. By domain, train and test
+        share no class for that, and some classes are never alone: a split without a task is refused."""
+        refuse_unknown("split", split, ("train", "valid", "test"))
+        refuse_unknown("split_by", split_by, ("domain", "index"))
+        wanted, order = known_classes(classes), list(range(200))
         if split_by == "index":
             order.sort(key=lambda index: hashlib.sha256(f"bfcl {index}".encode()).digest())
-        half = TASKS_PER_CATEGORY // 2
-        indices = {"train": [index for rank, index in enumerate(order[:half]) if rank % 5 != 4],
-                   "valid": order[4:half:5], "test": order[half:]}[split]
+        indices = {"train": [index for rank, index in enumerate(order[:100]) if rank % 5 != 4],
+                   "valid": order[4:100:5], "test": order[100:]}[split]
         tasks = [task for category in CATEGORIES for task in (f"{category}/{index}" for index in sorted(indices))
                  if set(load_data()[0][task]["involved_classes"]) <= wanted]
         if not tasks:
@@ -291,8 +270,7 @@ class BFCL(Env):
                                                             ("name", "description", "parameters")}} for doc in shown]
         else:
             self.system_prompt = SYSTEM_PROMPT + CALL_FORMAT + "\n".join(map(json.dumps, shown))
-        self._turn, self._passed, self._done, self._abstained = 0, True, False, 0
-        self._results = []
+        self._turn, self._passed, self._done, self._abstained, self._results = 0, True, False, 0, []
         return self._start_turn(), self._info(valid=True)
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict]:
@@ -344,7 +322,7 @@ class BFCL(Env):
 
     def _info(self, valid: bool) -> dict:
         return {"success": self._done and self._passed, "valid": valid, "user_turn": self._turn + 1,
-                "abstain_turns": sum(not turn for turn in self._gold[:self._turn + 1]), "abstained": self._abstained}
+                "abstain_turns": self._gold[:self._turn + 1].count([]), "abstained": self._abstained}
 
     def _left(self) -> list[Call]:
         """This turn's ground-truth calls that were not made in it (same function, same arguments)."""
@@ -358,21 +336,21 @@ class BFCL(Env):
         return left
 
     def _closing(self) -> str:
-        """What to say instead of a call. In a miss_* task only the first turn without ground truth lacks
-        something on purpose; a later one is, as in base, a gap in the data."""
-        gold = self._gold
-        if not gold[self._turn] and self._turn == gold.index([]) and self._category in ("miss_func", "miss_param"):
-            return ("A function that this needs is missing, and no available function fits."
-                    if self._category == "miss_func" else "Information that this needs is missing: please give it.")
+        """What to say instead of a call. In a miss_* task only the first turn without ground truth lacks something on
+        purpose; a later one is, as in base, a gap in the data."""
+        first = not self._gold[self._turn] and [] not in self._gold[:self._turn]
+        if first and self._category == "miss_func":
+            return "A function that this needs is missing, and no available function fits."
+        if first and self._category == "miss_param":
+            return "Information that this needs is missing: please give it."
         return "Nothing is left to call for this request."
 
     def action_guidance(self) -> str | None:
         if self._done or (self.guidance == "first-call" and self._steps > 0):
             return None
-        left = self._left()
-        if not left:
-            return f"Hint: do not call a function now, answer in words. {self._closing()}"
-        return self.phrase([self._write(left[:1])])
+        if left := self._left():
+            return self.phrase([self._write(left[:1])])
+        return f"Hint: do not call a function now, answer in words. {self._closing()}"
 
     def phrase(self, actions):
         """No full stop: copied with the call, it would be a part of it."""
@@ -408,31 +386,29 @@ class BFCL(Env):
         return _encodable("\n".join(dict.fromkeys(notes))) or None
 
 
-def _describe_files(files, name: str, result: str) -> list[str]:
-    notes = [f"{name} returned nothing, which means that it worked."] if result in ("None", "{}") else []
-    notes.append(f"Current directory: {files.pwd()['current_working_directory']}")
+def _describe_files(files, name: str, result: str):
+    if result in ("None", "{}"):
+        yield f"{name} returned nothing, which means that it worked."
+    yield f"Current directory: {files.pwd()['current_working_directory']}"
     if name in ("cd", "mkdir", "touch", "rm", "rmdir", "mv", "cp", "echo"):
         names = list(files._current_dir.contents)
         more = f" and {len(names) - MAX_LISTED} more" if len(names) > MAX_LISTED else ""
-        notes.append(f"It contains: {', '.join(names[:MAX_LISTED]) or 'nothing'}{more}")
-    return notes
+        yield f"It contains: {', '.join(names[:MAX_LISTED]) or 'nothing'}{more}"
 
 
-def _describe_car(car, name: str, result: str) -> list[str]:
-    notes = []
+def _describe_car(car, name: str, result: str):
     if name == "startEngine" and "error" in result:
         pressed = car.brakePedalStatus == "pressed" and car._brakePedalForce == 1000
         needs = {"every door locked": car.remainingUnlockedDoors == 0, "the brake pedal pressed fully": pressed,
                  "fuel": car.fuelLevel >= 0}
         unmet = [need for need, holds in needs.items() if not holds] or ["ignition mode START"]
-        notes.append(f"The engine did not start. It first needs: {', '.join(unmet)}.")
+        yield f"The engine did not start. It first needs: {', '.join(unmet)}."
     if name in ("startEngine", "lockDoors"):
-        notes.append(f"Doors: {', '.join(f'{door} {status}' for door, status in car.doorStatus.items())}.")
+        yield f"Doors: {', '.join(f'{door} {status}' for door, status in car.doorStatus.items())}."
     if name == "check_tire_pressure":
         tires = {key[:-len("TirePressure")]: psi for key, psi in vars(car).items() if key.endswith("TirePressure")}
-        notes.append(f"Tires (psi): {', '.join(f'{tire} {psi}' for tire, psi in tires.items())}; "
-                     f"lowest: {min(tires, key=tires.get)}; the mean should be 30 to 35.")
-    return notes
+        yield (f"Tires (psi): {', '.join(f'{tire} {psi}' for tire, psi in tires.items())}; "
+               f"lowest: {min(tires, key=tires.get)}; the mean should be 30 to 35.")
 
 
 def _encodable(text: str) -> str:

@@ -17,7 +17,7 @@ The task decides the house, the doors, the listed commands and whether it can be
 import random
 from functools import lru_cache
 
-from envs import BadInput, Env, parse_action
+from envs import BadInput, Env, parse_action, refuse_unknown
 
 METALS = ["iron", "gold", "brass", "tin", "zinc", "lead", "steel", "silver"]
 COLOURS = ["red", "blue", "green", "white", "black", "pink", "grey", "brown"]
@@ -41,8 +41,8 @@ def build(stages: int, commands: int, families: int, colours: int, impossible: f
         doable = rng.random() >= impossible
         lists = [listed(rng, house, doors[stage // 3], stage % 3, commands, doable or stage < stages - 1)
                  for stage in range(stages)]
-        contents[house, *doors, doable, *map(frozenset, lists)] = {"house": house, "doors": doors, "doable": doable,
-                                                                   "lists": lists}
+        content = {"house": house, "doors": doors, "doable": doable, "lists": lists}
+        contents[house, *doors, doable, *map(frozenset, lists)] = content
         if len(contents) == 1280:
             break
     if len(contents) < 10:
@@ -77,17 +77,21 @@ class KeyDoor(Env):
 
     def __init__(self, stages: int = 3, commands: int = 4, families: int = 1, colours: int = 2, impossible: float = 0.0625,
                  practice: bool = False):
-        check(stages, commands, families, colours, impossible)
+        for name, value, least, most in (("stages", stages, 1, 30), ("commands", commands, 3, 10),
+                                         ("families", families, 1, len(HOUSES)), ("colours", colours, 1, len(COLOURS))):
+            if not (isinstance(value, int) and least <= value <= most):
+                raise BadInput(f"keydoor: {name} must be a whole number in {least}..{most}, got {value!r}")
+        if not (isinstance(impossible, (int, float)) and 0 <= impossible <= 1):
+            raise BadInput(f"keydoor: impossible is a share in 0..1, got {impossible!r}")
         self.options = (stages, commands, families, colours, impossible)
         self.stages, self.max_turns, self.practice = stages, stages + 2, practice
         self.stage, self.over = 0, True
 
     @classmethod
     def tasks(cls, split, stages=3, commands=4, families=1, colours=2, impossible=0.0625, practice=False):
-        check(stages, commands, families, colours, impossible)
-        if split not in SPLITS:
-            raise BadInput(f"keydoor has no split {split!r}: use train, valid or test")
-        return list(build(stages, commands, families, colours, impossible)[split])
+        game = KeyDoor(stages, commands, families, colours, impossible)
+        refuse_unknown("split", split, SPLITS)
+        return list(build(*game.options)[split])
 
     def reset(self, *, task, seed):
         content = next((tasks[task] for tasks in build(*self.options).values() if task in tasks), None)
@@ -109,8 +113,8 @@ class KeyDoor(Env):
             return "The alarm rings.", 0.0, True, False, self._info(valid)
         self.stage += 1
         if self.stage < self.stages:
-            return f"{['Taken.', 'Unlocked.', 'Opened.'][(self.stage - 1) % 3]}\n{self._view()}", 0.0, False, False, \
-                self._info(valid=True)
+            done = ["Taken.", "Unlocked.", "Opened."][(self.stage - 1) % 3]
+            return f"{done}\n{self._view()}", 0.0, False, False, self._info(valid=True)
         self.over = True
         if self.practice:
             return "The end.", 0.0, True, False, self._info(valid=True)
@@ -143,16 +147,3 @@ class KeyDoor(Env):
         asked = not self.doable and self.stage >= self.stages - 1  # it has seen that the task cannot be done
         return {"success": success, "valid": valid, "admissible": [] if self.over else list(self.lists[self.stage]),
                 "doable": self.doable, "abstain_turns": int(asked), "abstained": int(asked and success)}
-
-
-def check(stages, commands, families, colours, impossible):
-    if not (isinstance(stages, int) and 1 <= stages <= 30):
-        raise BadInput(f"keydoor: stages must be a whole number in 1..30, got {stages!r}")
-    if not (isinstance(commands, int) and 3 <= commands <= 10):
-        raise BadInput(f"keydoor: commands must be a whole number in 3..10, got {commands!r}")
-    if not (isinstance(families, int) and 1 <= families <= len(HOUSES)):
-        raise BadInput(f"keydoor: families must be a whole number in 1..{len(HOUSES)}, got {families!r}")
-    if not (isinstance(colours, int) and 1 <= colours <= len(COLOURS)):
-        raise BadInput(f"keydoor: colours must be a whole number in 1..{len(COLOURS)}, got {colours!r}")
-    if not (isinstance(impossible, (int, float)) and 0 <= impossible <= 1):
-        raise BadInput(f"keydoor: impossible is a share in 0..1, got {impossible!r}")

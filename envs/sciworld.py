@@ -1,8 +1,8 @@
 """ScienceWorld: elementary-school science experiments in a text world of ten rooms, as FEE uses it.
 
-Benchmark: Wang et al., "ScienceWorld", arXiv 2203.07540; package `scienceworld` 1.2.3 (Python around a simulator
-in Scala, so it needs Java). Hints: FEE, arXiv 2609.08404. Thirty tasks; a variation fixes the objects and their
-places. The score runs from 0 to 100 by sub-goals, and focusing on a wrong object ends the episode at -100.
+Benchmark: Wang et al., "ScienceWorld", arXiv 2203.07540; package `scienceworld` 1.2.3 (Python around a simulator in Scala,
+so it needs Java). Hints: FEE, arXiv 2609.08404. Thirty tasks; a variation fixes the objects and their places. The score
+runs from 0 to 100 by sub-goals, and focusing on a wrong object ends the episode at -100.
 
 Deviations from FEE's setting
  1. Turn limits are the caller's: the package's own step limit is not used.
@@ -13,11 +13,11 @@ Deviations from FEE's setting
 Deviations from the package, all in how it is driven
  5. An ambiguous request ("Please enter the number...") is answered 0 in the same turn, as the simulator's own
     gold agent does. Its gold paths hold these answers as actions of their own: they are left out.
- 6. The simulator keeps its random stream, its object numbers and its simplifications for the whole JVM, so instances
-    would disturb one another: they are set before every step, from (task, variation, turn) alone. And it walks
-    through sets in the order of Java's identity hashes, so descriptions, wandering animals and gold paths differ from
-    load to load: the JVM is told to make these hashes equal (-XX:hashCode=2), which leaves the order of insertion.
-    An episode is then a function of (task, variation, actions), whatever else runs and in every process.
+ 6. The simulator keeps its random stream, its object numbers and its simplifications for the whole JVM, so instances would
+    disturb one another: they are set before every step, from (task, variation, turn) alone. And it walks through sets in
+    the order of Java's identity hashes, so descriptions, wandering animals and gold paths differ from load to load: the
+    JVM is told to make these hashes equal (-XX:hashCode=2), which leaves the order of insertion. An episode is then a
+    function of (task, variation, actions), whatever else runs and in every process.
 """
 import atexit
 import contextlib
@@ -27,11 +27,10 @@ import random
 import shutil
 import threading
 
-from envs import BadInput, Env, parse_action
+from envs import BadInput, Env, parse_action, refuse_unknown
 
 SIMPLIFICATIONS = ("teleportAction", "selfWateringFlowerPots", "openContainers", "openDoors", "noElectricalAction")
 SPLITS = {"train": "getVariationsTrain", "valid": "getVariationsDev", "test": "getVariationsTest"}
-INVALID = "No known action matches that input."
 AMBIGUOUS = "Ambiguous request"
 
 PROMPT = """You are an agent in a text world of ten rooms, and you have a science task to carry out there.
@@ -156,16 +155,13 @@ class SciWorld(Env):
 
     max_turns = 15  # FEE's limit
 
-    def __init__(self, simplifications="easy", reward="binary", admissible="templates", guidance="first-three",
-                 held_out=""):
+    def __init__(self, simplifications="easy", reward="binary", admissible="templates", guidance="first-three", held_out=""):
         chosen = [] if simplifications == "none" else str(simplifications).split(",")
         if chosen != ["easy"] and not set(chosen) <= set(SIMPLIFICATIONS):
             raise BadInput(f"simplifications={simplifications!r}: use easy, none, or some of {','.join(SIMPLIFICATIONS)}")
-        for option, value, known in (("reward", reward, ("binary", "score")),
-                                     ("admissible", admissible, ("none", "templates", "full")),
-                                     ("guidance", guidance, ("first-three", "next"))):
-            if value not in known:
-                raise BadInput(f"{option}={value!r}: use one of {', '.join(known)}")
+        refuse_unknown("reward", reward, ("binary", "score"))
+        refuse_unknown("admissible", admissible, ("none", "templates", "full"))
+        refuse_unknown("guidance", guidance, ("first-three", "next"))
         self.simplifications, self.reward, self.admissible, self.guidance = ",".join(chosen), reward, admissible, guidance
         self.system_prompt = PROMPT
         if admissible != "none":
@@ -179,36 +175,30 @@ class SciWorld(Env):
     def tasks(cls, split, simplifications="easy", held_out=""):
         """ScienceWorld's own split, 3592 / 1796 / 1819 task ids. Loads no task: 0.2 s. Without its electrical tasks where
         `simplifications` takes their actions away. With `held_out` the split is that of the targets."""
-        if split not in SPLITS:
-            raise BadInput(f"unknown split {split!r}: use one of {', '.join(SPLITS)}")
-        found = {}
+        refuse_unknown("split", split, SPLITS)
+        found = {part: [] for part in SPLITS}
         with _shared_java() as java:
             for name in java.catalogue.getTaskNames():
                 if cannot_be_done(name, simplifications):
                     continue
                 getattr(java.catalogue, "taskStr_$eq")(name)    # all that the simulator's split depends on
                 for part, variations in SPLITS.items():
-                    found.setdefault(part, []).extend(
-                        f"{name}/{n}" for n in json.loads(getattr(java.catalogue, variations)().toString()))
+                    numbers = json.loads(getattr(java.catalogue, variations)().toString())
+                    found[part] += [f"{name}/{n}" for n in numbers]
             if not held_out:
                 return found[split]
-            apart = {animal.strip() for animal in str(held_out).split(",")}
-            right = {task: cls._targets(java, task) for tasks in found.values() for task in tasks
-                     if task.split("/")[0] in TARGETS}
+            apart, right = {animal.strip() for animal in str(held_out).split(",")}, {}
+            for name, number in (task.split("/") for tasks in found.values() for task in tasks):
+                if name in TARGETS:     # the animals that it asks for, from the table that the simulator builds it by
+                    maker = java.catalogue.taskMaker().getTask(name).get()
+                    parts = maker.getCombination(int(number))
+                    right[f"{name}/{number}"] = {maker.getTaskValueStr(parts, part).get() for part in TARGETS[name]}
         known = set().union(*right.values())
         if not apart < known:
             raise BadInput(f"held_out={held_out!r}: name some of {', '.join(sorted(known))}, not all")
         if split == "test":
             return [task for task in right if right[task] & apart]
         return [task for task in found[split] if task in right and not right[task] & apart]
-
-    @staticmethod
-    def _targets(java, task):
-        """The animals that a lifespan-* task asks for, from the table that the simulator builds it by."""
-        name, number = task.split("/")
-        maker = java.catalogue.taskMaker().getTask(name).get()
-        parts = maker.getCombination(int(number))
-        return {maker.getTaskValueStr(parts, part).get() for part in TARGETS[name]}
 
     def reset(self, *, task, seed):
         """Any seed gives the same episode. Raises BadInput for a task that does not exist."""
@@ -223,9 +213,9 @@ class SciWorld(Env):
                 raise BadInput(f"task {task!r} cannot be done with simplifications={self.simplifications!r}")
             if self._java is not java:
                 self._java, self._server = java, java.interface()
-            self._task, self._name, self._variation = task, name, int(number)
+            self._task, self._loaded = task, (name, int(number), self.simplifications)
             self._actions, self._turns, self._score, self._done = [], 0, 0, False
-            java.load(self._server, name, int(number), self.simplifications)
+            java.load(self._server, *self._loaded)
             self._simplified = java.simplifications
             java.place(self._simplified, task, 0)
             text = f"{self._server.getTaskDescription().strip()}\n\n{self._server.freeActionLook().strip()}\n\n"
@@ -251,8 +241,10 @@ class SciWorld(Env):
                 self._done = True
                 raise RuntimeError(f"ScienceWorld failed inside in {self._task}: {text}")
             moves = self._server.getNumMoves()
-            valid = text.strip() != INVALID
-            text = text.strip() if terminated or self.admissible == "none" else f"{text.strip()}\n\n{self._at_hand()}"
+            text = text.strip()
+            valid = text != "No known action matches that input."
+            if not terminated and self.admissible != "none":
+                text += f"\n\n{self._at_hand()}"
         self._done = terminated
         self._actions += [command] if valid else []
         gained, self._score = score - self._score, score
@@ -271,9 +263,8 @@ class SciWorld(Env):
     def action_guidance(self):
         """A caution and three gold actions: the first three of the path ("first-three"), or those that follow what
         was done of it so far ("next"). None without a gold path, or with nothing left to say."""
-        path = self._gold_path()
-        actions = path[:3] if self.guidance == "first-three" else path[self._gold_steps_done(path):][:3]
-        return self.phrase(actions) if actions else None
+        actions = self._gold_path() if self.guidance == "first-three" else self._gold_left()
+        return self.phrase(actions[:3]) if actions else None
 
     def phrase(self, actions):
         lead = "A way that works begins" if self.guidance == "first-three" else "A way that works goes on"
@@ -291,10 +282,9 @@ class SciWorld(Env):
         return "Goals ([x] is reached):\n" + "\n".join(goals) if goals else None
 
     def gold_action(self):
-        """The gold action after those executed so far, in order and with any others between; None at the end.
-        The path was found without the others, and time may make it stale: a plant grows and changes its name."""
-        path = self._gold_path()
-        return next(iter(path[self._gold_steps_done(path):]), None)
+        """The gold action after those executed so far; None at the end. The path was found without the others that were
+        executed between, and time may make it stale: a plant grows and changes its name."""
+        return next(iter(self._gold_left()), None)
 
     def close(self):
         """Lets go of this instance; the JVM stays for the others and ends with the process."""
@@ -322,20 +312,20 @@ class SciWorld(Env):
     def _gold_path(self):
         if self._done:
             return []
-        key = (self._name, self._variation, self.simplifications)
-        if key not in _gold:
+        if self._loaded not in _gold:
             with _shared_java(self._java) as java:
-                if key not in _gold:    # made by another thread meanwhile
+                if self._loaded not in _gold:    # made by another thread meanwhile
                     server = java.interface()
-                    java.load(server, *key, gold=True)
-                    _gold[key] = [action for action in server.getGoldActionSequence() if not action.isdecimal()]
-        return _gold[key]
+                    java.load(server, *self._loaded, gold=True)
+                    _gold[self._loaded] = [action for action in server.getGoldActionSequence() if not action.isdecimal()]
+        return _gold[self._loaded]
 
-    def _gold_steps_done(self, path):
-        done = 0
+    def _gold_left(self):
+        """The path after the actions executed so far, in order and with any others between."""
+        path, done = self._gold_path(), 0
         for action in self._actions:
             done += done < len(path) and action.lower().split() == path[done].lower().split()
-        return done
+        return path[done:]
 
 
 def cannot_be_done(name: str, simplifications: str) -> bool:

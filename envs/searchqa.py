@@ -35,7 +35,7 @@ import string
 from collections import Counter
 from pathlib import Path
 
-from envs import BadInput, Env
+from envs import BadInput, Env, refuse_unknown
 
 HUB = "lucadiliello/searchqa"
 SPLITS = ("train", "valid", "test")
@@ -43,8 +43,8 @@ NAMES = {"val": "valid", "validation": "valid", "dev": "valid"}     # other name
 MAX_CONTEXT = 6000      # characters
 MAX_OUTPUT = 20_000     # characters; a query beyond its first 1,000 is cut
 
-ANSWER = """Answer the question{source}. Think first if you like, then give the answer alone, as short as it can be, inside \
-<answer></answer>."""
+ANSWER = """Answer the question from the context. Think first if you like, then give the answer alone, as short as it can \
+be, inside <answer></answer>."""
 SEARCH = """You answer a question with the help of a search over passages. Each turn, write one of:
 <search>words to look for</search>   to see the best passages
 <answer>the answer alone, as short as it can be</answer>   once, which ends it
@@ -65,12 +65,8 @@ def exact_match(answer: str, golds: list[str]) -> float:
 
 def f1(answer: str, golds: list[str]) -> float:
     """The best over the gold answers of 2 * common words / all words of both."""
-    words = Counter(normalise(answer).split())
-    scores = [0.0]
-    for gold in (Counter(normalise(text).split()) for text in golds):
-        total = words.total() + gold.total()
-        scores.append(2 * (words & gold).total() / total if total else 0.0)
-    return max(scores)
+    words, *golds = (Counter(normalise(text).split()) for text in (answer, *golds))
+    return max(2 * (words & gold).total() / max(words.total() + gold.total(), 1) for gold in golds)
 
 
 def last_tag(text: str, names=("answer",)) -> tuple[str, str] | None:
@@ -123,20 +119,17 @@ def read_file(path: str):
             content = json.loads(text)
         except ValueError:
             content = [json.loads(line) for line in text.splitlines() if line.strip()]      # JSON lines
-        if isinstance(content, dict):
-            content = content if "questions" in content else {"questions": [content]}      # a single line is a record
-            raw, passages = content["questions"], content.get("passages", [])
-        else:
-            raw, passages = content, []
-        passages = [{"title": clean(p["title"]), "text": clean(p["text"])} for p in passages]
-        if not isinstance(raw, list):
+        if not isinstance(content, dict) or "questions" not in content:
+            content = {"questions": [content] if isinstance(content, dict) else content}    # a single line is a record
+        passages = [{"title": clean(p["title"]), "text": clean(p["text"])} for p in content.get("passages", [])]
+        if not isinstance(content["questions"], list):
             raise TypeError("questions is no list")
     except OSError as error:
         raise BadInput(f"searchqa: data={path} cannot be read: {error.strerror}") from error
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise BadInput(f"searchqa: data={path} is no JSON of records and passages ({type(error).__name__}: {error}); "
                        "envs/searchqa.py says what it holds") from error
-    return raw, passages
+    return content["questions"], passages
 
 
 def read_hub(ids: str | None, seed: int) -> list[dict]:
@@ -183,39 +176,37 @@ def load(data, ids, shares, seed) -> tuple[dict[str, dict[str, dict]], list[dict
     drawn = sorted({normalise(r["question"]) for r in records if not r["split"]}, key=lambda text: digest(text, seed))
     cuts = [round(len(drawn) * sum(shares[:n]) / sum(shares)) for n in range(4)]
     of = {question: split for n, split in enumerate(SPLITS) for question in drawn[cuts[n]:cuts[n + 1]]}
-    splits, seen = {split: {} for split in SPLITS}, set()
+    splits = {split: {} for split in SPLITS}
     for record in records:
-        if record["task"] in seen:
+        if any(record["task"] in tasks for tasks in splits.values()):
             raise BadInput(f"searchqa: two records have the id {record['task']!r}: ids must differ")
-        seen.add(record["task"])
         splits[record["split"] or of[normalise(record["question"])]][record["task"]] = record
     return splits, passages
 
 
 @functools.lru_cache(8)
 def index(data):
-    """A BM25 index of the file's passages, and their number; only read once made."""
+    """search(query, top) -> numbers of the `top` best passages of the file, by BM25, that share a word with the query, best
+    first; ties in the file's order."""
     try:
         import bm25s
     except ModuleNotFoundError as error:
         raise BadInput("searchqa retrieval=true needs the package 'bm25s': pip install bm25s") from error
-    passages = read_file(data)[1]
-    words = bm25s.tokenize([f"{p['title']} {p['text']}" for p in passages], return_ids=False, show_progress=False)
+    words_of = functools.partial(bm25s.tokenize, return_ids=False, show_progress=False)
+    words = words_of([f"{p['title']} {p['text']}" for p in read_file(data)[1]])
     if not any(words):
         raise BadInput(f"searchqa: retrieval=true needs passages, and data={data} has no list of them")
-    found = bm25s.BM25()
-    found.index(words, show_progress=False)
-    return found
+    made = bm25s.BM25()
+    made.index(words, show_progress=False)
 
+    def search(query: str, top: int) -> list[int]:
+        words = words_of([clean(query, 1000)])[0]
+        if not words:
+            return []
+        scores = made.get_scores(words)      # words of no passage count nothing
+        return [int(n) for n in (-scores).argsort(kind="stable")[:top] if scores[n] > 0]
 
-def search(data, query: str, top: int) -> list[int]:
-    """The `top` best passages that share a word with the query, best first; ties in the file's order."""
-    import bm25s
-    words = bm25s.tokenize([clean(query, 1000)], return_ids=False, show_progress=False)[0]
-    if not words:
-        return []
-    scores = index(data).get_scores(words)      # words of no passage count nothing
-    return [int(n) for n in (-scores).argsort(kind="stable")[:top] if scores[n] > 0]
+    return search
 
 
 # The environment
@@ -225,27 +216,24 @@ class SearchQA(Env):
     SkillOpt's 400 / 200 / 1400), split_seed, and for retrieval turns and top (passages a search)."""
 
     def __init__(self, data=None, ids=None, shares="20,10,70", split_seed=0, retrieval=False, turns=6, top=3):
-        self._options = check(data, ids, shares, split_seed)
-        if str(retrieval).lower() not in ("true", "false"):
-            raise BadInput(f"searchqa: retrieval must be true or false, got {retrieval!r}")
+        options = check(data, ids, shares, split_seed)
+        refuse_unknown("retrieval", str(retrieval).lower(), ("true", "false"))
         for option, value, most in (("turns", turns, 100), ("top", top, 20)):
             if type(value) is not int or not 1 <= value <= most:
                 raise BadInput(f"searchqa: {option} must be a whole number in 1..{most}, got {value!r}")
         self.retrieval, self.top = str(retrieval).lower() == "true", top
         if self.retrieval and not data:
             raise BadInput("searchqa: retrieval=true needs --env-options data=FILE with a list of passages")
-        self._splits, self._passages = load(*self._options)
-        if self.retrieval:
-            index(self._options[0])
+        self._splits, self._passages = load(*options)
+        self._find = index(options[0]) if self.retrieval else None
         self.max_turns = turns if self.retrieval else 1
-        self.system_prompt = SEARCH.format(turns=turns) if self.retrieval else ANSWER.format(source=" from the context")
+        self.system_prompt = SEARCH.format(turns=turns) if self.retrieval else ANSWER
         self._done = True
 
     @classmethod
     def tasks(cls, split, data=None, ids=None, shares="20,10,70", split_seed=0):
         """Ids `source/id`, in the order of the file or of the id lists."""
-        if split not in SPLITS:
-            raise BadInput(f"unknown split {split!r}: use one of {', '.join(SPLITS)}")
+        refuse_unknown("split", split, SPLITS)
         return list(load(*check(data, ids, shares, split_seed))[0][split])
 
     def reset(self, *, task, seed):
@@ -256,8 +244,8 @@ class SearchQA(Env):
             raise BadInput(f"searchqa: unknown task {clean(task, 80)!r}: ids look like {known}")
         self._record, self._turn, self._shown, self._queries, self._done = record, 0, [], [], False
         question = f"Question: {record['question']}"
-        if not self.retrieval:
-            question = f"Context:\n{record['context']}\n\n{question}" if record["context"] else question
+        if record["context"] and not self.retrieval:
+            question = f"Context:\n{record['context']}\n\n{question}"
         return question, {"success": False, "valid": True, "score": 0.0}
 
     def step(self, action):
@@ -280,11 +268,11 @@ class SearchQA(Env):
         self._done = self._turn == self.max_turns
         text += "\nNo turn is left." if self._done and self.retrieval else ""
         text += f"\nTurns left: {self.max_turns - self._turn}." if not self._done else ""
-        return text, 0.0, self._done and not self.retrieval, self._done and self.retrieval, \
-            {"success": False, "valid": tag is not None, "score": 0.0}
+        info = {"success": False, "valid": tag is not None, "score": 0.0}
+        return text, 0.0, self._done and not self.retrieval, self._done and self.retrieval, info
 
     def _search(self, query):
-        found = search(self._options[0], query, self.top)
+        found = self._find(query, self.top)
         self._queries.append(query)
         self._shown += [n for n in found if n not in self._shown]
         shown = [f"[{self._passages[n]['title']}] {self._passages[n]['text']}"[:MAX_CONTEXT // self.top] for n in found]

@@ -1,5 +1,5 @@
 """The rounds of distill.py as a table and as a picture."""
-from rl.logs import read
+from rl.logs import picture, read
 
 
 def round_table(lines) -> str:
@@ -20,25 +20,18 @@ def round_table(lines) -> str:
 
 def draw_rounds(folder, path):
     """Success on valid and test tasks over the rounds, with and without the state."""
-    import matplotlib
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(6.4, 3.6))
     rows = [row for row in read(folder / "evaluations.jsonl") if row["policy"] == "trained" and not row.get("residual")]
-    for colour, has_state, name in (("C0", False, "state-free"), ("C1", True, "with the state")):
-        for split, marker in (("valid", "o-"), ("test", "s")):
-            these = [row for row in rows if (row["split"], row["state"]) == (split, has_state)]
-            if these:
-                errors = [[abs(row["success"] - row["interval"][side]) for row in these] for side in (0, 1)]
-                axes.errorbar([row["step"] + 0.06 * has_state for row in these], [row["success"] for row in these], errors,
-                              fmt=marker, color=colour, markersize=4, capsize=2, label=f"{name}, {split} tasks (95 %)")
-    for row in read(folder / "rounds.jsonl"):
-        said = [word for word, name in (("state", "state_accepted"), ("policy", "policy_accepted")) if row[name]]
-        axes.text(row["step"], 1.03, "\n".join(said), ha="center", va="bottom", fontsize=7, color="0.3")
-    axes.set(xlabel="round (what was accepted above)", ylim=(-0.02, 1.02), ylabel="success")
-    axes.xaxis.get_major_locator().set_params(integer=True)
-    axes.legend(fontsize=7)
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
+    with picture(path, figsize=(6.4, 3.6)) as (_, axes):
+        for colour, has_state, name in (("C0", False, "state-free"), ("C1", True, "with the state")):
+            for split, marker in (("valid", "o-"), ("test", "s")):
+                these = [row for row in rows if (row["split"], row["state"]) == (split, has_state)]
+                if these:
+                    errors = [[abs(row["success"] - row["interval"][side]) for row in these] for side in (0, 1)]
+                    axes.errorbar([row["step"] + 0.06 * has_state for row in these], [row["success"] for row in these], errors,
+                                  fmt=marker, color=colour, markersize=4, capsize=2, label=f"{name}, {split} tasks (95 %)")
+        for row in read(folder / "rounds.jsonl"):
+            said = [word for word, name in (("state", "state_accepted"), ("policy", "policy_accepted")) if row[name]]
+            axes.text(row["step"], 1.03, "\n".join(said), ha="center", va="bottom", fontsize=7, color="0.3")
+        axes.set(xlabel="round (what was accepted above)", ylim=(-0.02, 1.02), ylabel="success")
+        axes.xaxis.get_major_locator().set_params(integer=True)
+        axes.legend(fontsize=7)

@@ -123,31 +123,38 @@ def peak_memory() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
-def draw_curve(folders, path):
-    """Training reward and hint-free success over steps: one run with its intervals, or several laid over each other."""
+@contextlib.contextmanager
+def picture(path, *shape, rect=None, **how):
+    """(figure, axes) as `pyplot.subplots` gives them, written to `path` at the end of the block. No screen is needed."""
     import matplotlib
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(figsize=(6.4, 3.6))
-    for number, folder in enumerate(map(Path, folders)):
-        metrics, evaluations = read(folder / "metrics.jsonl"), read(folder / "evaluations.jsonl")
-        colour, name = f"C{number}", folder.name if len(folders) > 1 else ""
-        axes.plot([row["step"] for row in metrics], [row["reward"] for row in metrics], color=colour, alpha=0.25,
-                  label=None if name else "training reward")
-        for split, marker in (("valid", "o-"), ("test", "s")):
-            rows = [row for row in evaluations if row["split"] == split and row["policy"] == "trained"]
-            if rows:
-                errors = [[abs(row["success"] - row["interval"][side]) for row in rows] for side in (0, 1)]
-                axes.errorbar([row["step"] for row in rows], [row["success"] for row in rows], None if name else errors,
-                              fmt=marker, color=colour, markersize=4, capsize=2,
-                              label=f"success, {split} tasks (95 %)" if not name else name if split == "valid" else None)
-    axes.set(xlabel="training step", ylim=(-0.02, 1.02), ylabel="success without hints" if len(folders) > 1 else "",
-             title="" if len(folders) > 1 else Path(folders[0]).name)
-    axes.legend(fontsize=8)
-    figure.tight_layout()
+    figure, axes = pyplot.subplots(*shape, **how)
+    yield figure, axes
+    figure.tight_layout(rect=rect)
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
+
+
+def draw_curve(folders, path):
+    """Training reward and hint-free success over steps: one run with its intervals, or several laid over each other."""
+    with picture(path, figsize=(6.4, 3.6)) as (_, axes):
+        for number, folder in enumerate(map(Path, folders)):
+            metrics, evaluations = read(folder / "metrics.jsonl"), read(folder / "evaluations.jsonl")
+            colour, name = f"C{number}", folder.name if len(folders) > 1 else ""
+            axes.plot([row["step"] for row in metrics], [row["reward"] for row in metrics], color=colour, alpha=0.25,
+                      label=None if name else "training reward")
+            for split, marker in (("valid", "o-"), ("test", "s")):
+                rows = [row for row in evaluations if row["split"] == split and row["policy"] == "trained"]
+                if rows:
+                    errors = [[abs(row["success"] - row["interval"][side]) for row in rows] for side in (0, 1)]
+                    axes.errorbar([row["step"] for row in rows], [row["success"] for row in rows], None if name else errors,
+                                  fmt=marker, color=colour, markersize=4, capsize=2,
+                                  label=f"success, {split} tasks (95 %)" if not name else name if split == "valid" else None)
+        axes.set(xlabel="training step", ylim=(-0.02, 1.02), ylabel="success without hints" if len(folders) > 1 else "",
+                 title="" if len(folders) > 1 else Path(folders[0]).name)
+        axes.legend(fontsize=8)
 
 
 if __name__ == "__main__":

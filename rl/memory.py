@@ -154,31 +154,25 @@ def learn(model, tokens, length, sampled=0.5):
 def roll(model, rows, length):
     """(cache, rest) of a turn of `rows` episodes of `length` tokens: encoding all of it, or sampling its last token."""
     causal = causal_of(model)
-    kinds = getattr(causal.config, "layer_types", None) or []
-    dense = all(kind == "full_attention" for kind in kinds)
-    size = {}
+    cache = DynamicCache(config=causal.config)
+    dense = all(kind == "full_attention" for kind in getattr(causal.config, "layer_types", None) or [])
 
-    @torch.no_grad()
-    def work():
-        def step(new, so_far):
-            mask = torch.ones(rows, 1, new, so_far + new, dtype=torch.bool, device="meta") if dense else None
-            ids = torch.zeros(rows, new, dtype=torch.long, device="meta")
-            scores_NV = causal(input_ids=ids, attention_mask=mask, use_cache=True, cache=cache, logits_to_keep=1,
-                               position_ids=torch.zeros_like(ids)).logits[:, -1]
-            p_NV = unnormalised(scores_NV, 1.0)
-            torch.nn.functional.pad(p_NV, (0, -p_NV.shape[1] % 1024))  # of `draw_tokens`, all but what depends on contents
-
-        cache = DynamicCache(config=causal.config)
-        step(length - 1, 0)
-        step(1, length - 1)
-        tensors = [t for layer in cache.layers for t in tree_iter(vars(layer)) if isinstance(t, torch.Tensor)]
-        size["cache"] = sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}.values())
+    def step(new, so_far):
+        mask = torch.ones(rows, 1, new, so_far + new, dtype=torch.bool, device="meta") if dense else None
+        ids = torch.zeros(rows, new, dtype=torch.long, device="meta")
+        scores_NV = causal(input_ids=ids, attention_mask=mask, use_cache=True, cache=cache, logits_to_keep=1,
+                           position_ids=torch.zeros_like(ids)).logits[:, -1]
+        p_NV = unnormalised(scores_NV, 1.0)
+        torch.nn.functional.pad(p_NV, (0, -p_NV.shape[1] % 1024))  # of `draw_tokens`, all but what depends on contents
 
     training = model.training
     model.eval()
-    most = working(model, work)
+    with torch.no_grad():
+        most = working(model, lambda: (step(length - 1, 0), step(1, length - 1)))
     model.train(training)
-    return size["cache"], most - size["cache"]
+    tensors = [t for layer in cache.layers for t in tree_iter(vars(layer)) if isinstance(t, torch.Tensor)]
+    kept = sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}.values())
+    return kept, most - kept
 
 
 # All layers from a few

@@ -6,6 +6,7 @@
 How it is counted, and against what that was measured: memory.py. The card keeps CONTEXT GiB (of 2**30 bytes) for itself,
 and the allocator's fragmentation takes SHARE of the rest. plan.py prints this and adds the phases of distill.py.
 """
+import functools
 from types import SimpleNamespace
 
 from envs import BadInput
@@ -58,11 +59,9 @@ def largest(bytes_of, room, most, unit=1):
 def fit(name, gpu, *, bits=None, rank=16, max_context=4096, optimizer="adamw", further=lambda found: {}):
     """What fits on a card of `gpu` GiB: options, and bytes by phase. Raises BadInput where nothing does.
 
-    further(what was found) -> more phases that must fit, {name: (bytes that stay, bytes of an unpacked layer, phase, builder, its last
-    arguments)}, as `passes` below.
+    further(what was found) -> more phases that must fit, {name: (bytes that stay, bytes of an unpacked layer, phase, builder)}, as
+    `passes` below.
     """
-    import functools
-
     import torch
 
     from rl.memory import builder, deep, learn, roll, weight_bytes
@@ -84,8 +83,7 @@ def fit(name, gpu, *, bits=None, rank=16, max_context=4096, optimizer="adamw", f
         tokens = largest(lambda n: deep(learn, build, n, max_context), rest, MOST_TOKENS, max_context)
         envs = largest(lambda n: sum(deep(roll, build, n, max_context)), rest, MOST_ENVS)
         found = SimpleNamespace(name=name, gpu=gpu, bits=width, checkpointing=checkpointing, tokens=tokens, envs=envs,
-                                context=max_context, optimizer=optimizer, weights=weights, fixed=fixed, unpacked=unpacked,
-                                room=room, build=build)
+                                context=max_context, weights=weights, fixed=fixed, unpacked=unpacked, room=room, build=build)
         if tokens >= max(2 * max_context, 8192) and envs >= 8:
             break
     if found is None:
@@ -95,12 +93,12 @@ def fit(name, gpu, *, bits=None, rank=16, max_context=4096, optimizer="adamw", f
                        f"{int(least / GIB / (1 - SHARE) + CONTEXT) + 1} GiB; lower --max-context or take a smaller model")
     # Every phase at these settings, with fewer tokens where one of them needs it
     cache, rolling = deep(roll, found.build, found.envs, max_context)
-    passes = {"learn": (found.fixed, found.unpacked, learn, found.build, ()), **further(found)}
+    passes = {"learn": (found.fixed, found.unpacked, learn, found.build), **further(found)}
 
     @functools.cache
     def taken(phase, tokens):
-        fixed, unpacked, work, build, more = passes[phase]
-        return fixed, 0, unpacked + deep(work, build, tokens, max_context, *more)
+        fixed, unpacked, work, build = passes[phase]
+        return fixed, 0, unpacked + deep(work, build, tokens, max_context)
 
     while found.tokens > max_context and any(sum(taken(phase, found.tokens)) > room for phase in passes):
         found.tokens -= max_context

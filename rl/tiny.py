@@ -27,7 +27,9 @@ from tqdm import tqdm
 from envs import BadInput, env_class, make_env, parse_options, select_tasks
 from rl import learner, warmstart
 from rl.chat import Chat
+from rl.model import load_model
 from rl.rollout import Request, add_turn, rollout
+from rl.runs import Parser, cli
 from rl.sampling import sampler
 from rl.warmstart import play, supervise
 
@@ -111,12 +113,8 @@ def copy_row(env, chat, words, rng, hints, noise):
     pool, rows = rng.sample(words, min(len(words), rng.choice((6, 20, len(words))))), []
     messages = [("system", env.system_prompt)] if hints and env.system_prompt else []
     for _ in range(max(hints, 1)):
-        if hints:
-            named = [some(2, 6) for _ in range(rng.randint(1, 3))]
-            messages.append(("user", f"{some(0, noise)}\n{env.phrase(named)}"))
-        else:
-            named = [" ".join(rng.sample(words, rng.randint(8, 14)))]
-            messages.append(("user", named[0]))
+        named = [some(2, 6) for _ in range(rng.randint(1, 3))] if hints else [" ".join(rng.sample(words, rng.randint(8, 14)))]
+        messages.append(("user", f"{some(0, noise)}\n{env.phrase(named)}" if hints else named[0]))
         action_ids = chat.text_ids(named[0])
         add_turn(rows, chat.prompt(messages), [*action_ids, chat.tokenizer.eos_token_id])
         messages.append(("assistant", action_ids))
@@ -164,10 +162,9 @@ def build(folder, env_name, plays, only=(), seed=0, max_turns=0):
     stages = [(RECIPE, rows)]
     if slow:
         words = sorted(word for word in tokenizer.get_vocab() if re.fullmatch(r"[\w'-]+", word))
-        stages = [(lesson, [copy_row(envs[0], chat, words, rng, lesson["hints"], lesson["noise"])
-                            for _ in range(lesson["steps"] * lesson["batch"])]) for lesson in LESSONS]
-        lesson, copying = stages[-1]
-        stages[-1] = (lesson, rows + copying[:len(rows)])
+        *lessons, (last, copying) = [(lesson, [copy_row(envs[0], chat, words, rng, lesson["hints"], lesson["noise"])
+                                               for _ in range(lesson["steps"] * lesson["batch"])]) for lesson in LESSONS]
+        stages = [*lessons, (last, rows + copying[:len(rows)])]
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model = Qwen3ForCausalLM(Qwen3Config(vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id,
@@ -187,9 +184,6 @@ def build(folder, env_name, plays, only=(), seed=0, max_turns=0):
 
 
 def main(argv=None):
-    from rl.model import load_model
-    from rl.runs import Parser
-
     parser = Parser(description="Build the built-in model of an environment.")
     parser.add_argument("--env", default="keydoor")
     parser.add_argument("--env-options", nargs="*", default=[])
@@ -203,8 +197,8 @@ def main(argv=None):
     if args.out and os.path.exists(args.out):
         raise BadInput(f"{args.out} exists: move it away, or choose another --out")
     if args.out:
-        build(args.out, args.env, KEYDOOR if args.env == "keydoor" and not options else [options], args.tasks, args.seed,
-              args.max_turns)
+        plays = KEYDOOR if args.env == "keydoor" and not options else [options]
+        build(args.out, args.env, plays, args.tasks, args.seed, args.max_turns)
     folder = args.out or tiny(args.env, options, args.tasks, args.seed)
     model, tokenizer = load_model(folder)
     chat, players = Chat(tokenizer), [make_env(args.env, options) for _ in range(32)]
@@ -218,5 +212,4 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    from rl.runs import cli
     cli(main)

@@ -54,11 +54,10 @@ def play(make_env, chat, tasks, kind: str, *, seed: int, max_turns: int, named_s
     """One scripted episode per task -> trajectories, their rows recorded as in `rollout`."""
     if kind not in ("random", "gold"):
         raise BadInput(f"warm start must be random or gold, got {kind!r}")
-    end_id = chat.tokenizer.eos_token_id
     env = Play(make_env(), kind, named_share)
 
     def act(prompts):  # one environment, so one prompt at a time, or none when its episode has ended
-        return [[*chat.text_ids(env.planned), end_id] for _ in prompts]
+        return [[*chat.text_ids(env.planned), chat.tokenizer.eos_token_id] for _ in prompts]
 
     return rollout(act, chat, [env], [Request(task, seed=seed + n) for n, task in enumerate(tasks)],
                    max_turns=max_turns, **limits)

@@ -178,36 +178,30 @@ def growth(how, model, tokenizer):
     """One pass each of rollouts with full and windowed history: seconds of an early turn and of a late one."""
     early, late = max(how.turns // 8, 2), how.turns - 1  # each with its two neighbours
     figures = {}
-    for history in ("full", "window:2"):
+    for history in ("full", "full", "window:2"):  # the first pass warms up, the second one takes its place
         starts, played = [], []
         rollout_work(how, model, tokenizer, history, starts, played)()
-        if history == "full":  # once more: the first one warmed up
-            starts.clear()
-            rollout_work(how, model, tokenizer, history, starts, played)()
         seconds = [end - start for start, end in pairwise(starts)]
         tokens = [len(turn.prompt_ids) for turn in played[0].turns]
         for name, turn in (("early", early), ("late", late)):
             figures |= {f"{history[:6]}.{name}_seconds": statistics.mean(seconds[turn - 2:turn + 1]),
                         f"{history[:6]}.{name}_prompt_tokens": tokens[turn - 1]}
-    causal = model.get_base_model()
-
-    def length(turn):
-        return how.prompt_tokens + (turn - 1) * (how.new_tokens + how.observation_tokens)
-
-    ids = torch.randint(5, model.config.vocab_size, (how.episodes, length(late)), device=model.device)
+    causal, turn_tokens = model.get_base_model(), how.new_tokens + how.observation_tokens
+    ids = torch.randint(5, model.config.vocab_size, (how.episodes, how.prompt_tokens + (late - 1) * turn_tokens),
+                        device=model.device)
 
     @torch.no_grad()
-    def on_cache(length):
-        cache, new = DynamicCache(config=causal.config), how.observation_tokens + 1
-        causal.base_model(input_ids=ids[:, :length], use_cache=True, cache=cache)
+    def on_cache(turn):
+        cache = DynamicCache(config=causal.config)
+        causal.base_model(input_ids=ids[:, :how.prompt_tokens + (turn - 1) * turn_tokens], use_cache=True, cache=cache)
 
-        def turn():
-            for width in [new] + [1] * (how.new_tokens - 1):
+        def work():
+            for width in [how.observation_tokens + 1] + [1] * (how.new_tokens - 1):
                 causal(input_ids=ids[:, :width], use_cache=True, cache=cache, logits_to_keep=1)
 
-        return min(clock(turn) for _ in range(3))
+        return min(clock(work) for _ in range(3))
 
-    return figures | {"cache_seconds": on_cache(length(late)) - on_cache(length(early))}
+    return figures | {"cache_seconds": on_cache(late) - on_cache(early)}
 
 
 def learner_flops(model, rows, tokens, sampled):
@@ -247,7 +241,7 @@ def limit(how, model, tokenizer):
     short, long = how.new_tokens, 3 * how.new_tokens
     head_dim = getattr(config, "head_dim", config.hidden_size // config.num_attention_heads)
     per_token = 2 * config.num_hidden_layers * config.num_key_value_heads * head_dim * dtype.itemsize
-    for name, batch in (("decode", 1), ("decode_batch", how.episodes)):
+    for name, share, batch in (("decode", "bandwidth_share", 1), ("decode_batch", "bound_share", how.episodes)):
         prompts = torch.randint(5, config.vocab_size, (batch, how.prompt_tokens)).tolist()
 
         def play(new_tokens, prompts=prompts):
@@ -257,7 +251,6 @@ def limit(how, model, tokenizer):
 
         step = (play(long) - play(short)) / (long - short)
         read = sum(w.numel() * w.element_size() for w in parts) + batch * per_token * (how.prompt_tokens + 2 * short)
-        bounds = {"decode": read / bandwidth, "decode_batch": max(read / bandwidth, 2 * batch * numbers / rate)}
-        figures |= {f"{name}_step_seconds": step, f"{name}_bandwidth_share" if batch == 1 else f"{name}_bound_share":
-                    bounds[name] / step}
+        bound = read / bandwidth if name == "decode" else max(read / bandwidth, 2 * batch * numbers / rate)
+        figures |= {f"{name}_step_seconds": step, f"{name}_{share}": bound / step}
     return figures

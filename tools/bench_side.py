@@ -6,6 +6,7 @@ import json
 import re
 import sys
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import torch
@@ -22,10 +23,8 @@ def memory(key="VmRSS", reset=False):
             torch.cuda.reset_peak_memory_stats()
         return torch.cuda.max_memory_allocated() if key == "VmHWM" else torch.cuda.memory_allocated()
     if reset:
-        with open("/proc/self/clear_refs", "w") as file:
-            file.write("5")
-    with open("/proc/self/status") as file:
-        return 1024 * int(re.search(rf"{key}:\s+(\d+)", file.read())[1])
+        Path("/proc/self/clear_refs").write_text("5")
+    return 1024 * int(re.search(rf"{key}:\s+(\d+)", Path("/proc/self/status").read_text())[1])
 
 
 def measure(how):

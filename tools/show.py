@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 from enrich import STRATEGIES, EnrichedEnv, walk
 from envs import BadInput, make_env, parse_options, plain, select_tasks
+from rl.logs import picture
 from rl.options import Environment, Hints, option, parse, schedule_of
 
 
@@ -33,28 +34,23 @@ def show_episode(env, task, schedule):
 
 def draw_schedule(schedule, path):
     """Every strategy under this schedule's windows and switch, training step by turn, as one picture."""
-    import matplotlib
-    matplotlib.use("Agg")
-    from matplotlib import colors, patches, pyplot
+    from matplotlib import colors, patches
 
     legend = {None: ("standard feedback", "#eeeeee"), "guidance": ("action guidance", "#4c78a8"), "enrichment":
               ("observation enrichment", "#f58518"), "both": ("both", "#54a24b"), "wrong": ("wrong guidance", "#e45756")}
     steps, turns = range(1, schedule.total_steps + 1), range(1, schedule.late[1] + 3)
-    figure, grid = pyplot.subplots(2, 5, figsize=(11, 4.4), sharex=True, sharey=True)
-    for axes, name in zip(grid.flat, [name for name in STRATEGIES if name != "none"]):
-        kinds = [[replace(schedule, strategy=name, step=step).kind(turn) for step in steps] for turn in turns]
-        codes = [[list(legend).index("wrong" if kind and name == "wrong-hint" else kind) for kind in row] for row in kinds]
-        axes.imshow(codes, colors.ListedColormap([colour for _, colour in legend.values()]), vmin=0, vmax=len(legend) - 1,
-                    origin="lower", aspect="auto", interpolation="nearest",
-                    extent=(0.5, len(steps) + 0.5, 0.5, len(turns) + 0.5))
-        axes.set_title(name)
-    figure.supxlabel("training step")
-    figure.supylabel("turn of an episode")
-    figure.legend(handles=[patches.Patch(color=colour, label=label) for label, colour in legend.values()],
-                  loc="upper center", ncols=5, frameon=False)
-    figure.tight_layout(rect=(0, 0, 1, 0.94))
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
+    with picture(path, 2, 5, rect=(0, 0, 1, 0.94), figsize=(11, 4.4), sharex=True, sharey=True) as (figure, grid):
+        for axes, name in zip(grid.flat, [name for name in STRATEGIES if name != "none"]):
+            kinds = [[replace(schedule, strategy=name, step=step).kind(turn) for step in steps] for turn in turns]
+            codes = [[list(legend).index("wrong" if kind and name == "wrong-hint" else kind) for kind in row] for row in kinds]
+            axes.imshow(codes, colors.ListedColormap([colour for _, colour in legend.values()]), vmin=0, vmax=len(legend) - 1,
+                        origin="lower", aspect="auto", interpolation="nearest",
+                        extent=(0.5, len(steps) + 0.5, 0.5, len(turns) + 0.5))
+            axes.set_title(name)
+        figure.supxlabel("training step")
+        figure.supylabel("turn of an episode")
+        figure.legend(handles=[patches.Patch(color=colour, label=label) for label, colour in legend.values()],
+                      loc="upper center", ncols=5, frameon=False)
 
 
 def main(argv=None):
