@@ -143,10 +143,10 @@ def choose_and_teach(run, k, policy, previous, state):
     if config.on_policy and chosen:
         episodes = run.play(k, policy, "student", [tasks[i] for i in chosen], "", times)
     weights = [a_N[i].item() for i in chosen for _ in range(times)]
-    # (a model's vocabulary has rows that its tokenizer has no token for; they can be sampled, and another teacher may lack them)
-    known = len(run.chat.tokenizer) if config.teacher != "self" else math.inf
-    weighed = [(t, a) for t, a in zip(episodes, weights) if t.turns and t.end != "env_error"
-               and all(i < known for turn in t.turns for i in turn.action_ids)]
+    weighed = [(t, a) for t, a in zip(episodes, weights) if t.turns and t.end != "env_error"]
+    if config.teacher != "self":  # ids without a token, of a padded vocabulary, can be sampled, and another teacher may lack them
+        known = len(run.chat.tokenizer)
+        weighed = [(t, a) for t, a in weighed if all(i < known for turn in t.turns for i in turn.action_ids)]
     # Token weights (Eqs. 6 and 7), and what the teacher thinks of the same tokens (Eq. 5)
     how = {"temperature": config.temperature, "micro_batch_tokens": config.micro_batch_tokens}
     items = weigh(run.load(policy), weighed, run.chat, state, place=config.state_place, history=config.history,

@@ -151,7 +151,7 @@ class Run:
         """work(model, its Chat) with another model, while the policy is out of memory. Nothing of it is left after."""
         self.model = self.loaded = None
         free_memory()
-        model, chat = load_frozen(name, self.config.teacher_bits or self.config.bits, self.config.thinking)
+        model, chat = load_frozen(name, self.config.teacher_bits or self.config.bits, self.config.thinking, self.config.max_context)
         found = work(model, chat)
         del model
         free_memory()

@@ -86,6 +86,6 @@ def pack(cache, real_NP):
         return real_NP
     order_NP = real_NP.argsort(dim=1, stable=True)[:, -width:]  # holes first, then tokens in their order
     for layer in cache.layers:
-        index = order_NP[:, None, :, None].expand(-1, layer.keys.shape[1], -1, layer.keys.shape[3])
-        layer.keys, layer.values = layer.keys.gather(2, index), layer.values.gather(2, index)
+        layer.keys, layer.values = (x.gather(2, order_NP[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3]))
+                                    for x in (layer.keys, layer.values))
     return real_NP.gather(1, order_NP)

@@ -18,8 +18,8 @@ END_TOKENS = ("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|end_of_text|>", "<
 
 
 class Chat:
-    def __init__(self, tokenizer, thinking: bool = False, end_ids=None):
-        self.tokenizer, self.thinking = tokenizer, thinking
+    def __init__(self, tokenizer, thinking: bool = False, end_ids=None, keep_cache: bool = True):
+        self.tokenizer, self.thinking, self.keep_cache = tokenizer, thinking, keep_cache  # keep_cache: what trial.py says of its model
         unknown = tokenizer("\ue000", add_special_tokens=False)["input_ids"]  # a word tokenizer's <unk> may appear
         self.added = {token.content: i for i, token in tokenizer.added_tokens_decoder.items()
                       if len(token.content) > 1 and i not in unknown}

@@ -48,9 +48,6 @@ def load_model(name: str, bits: int = 0, device=None):
     for module in model.modules():  # bitsandbytes on a CPU: its packed layers have no gradient (docs/faults.md)
         if hasattr(module, "support_avx512bf16_for_cpu"):
             module.support_avx512bf16_for_cpu = False
-    for field in ("final_logit_softcapping", "logit_scale", "logits_scaling"):
-        if getattr(model.config, field, None) not in (None, 0, 1):
-            raise ValueError(f"{name} rescales its logits ({field}); token_logps would leave that out")
     if getattr(model.get_output_embeddings(), "bias", None) is not None:
         raise ValueError(f"the output layer of {name} has a bias; token_logps would leave that out")
     ends = model.generation_config.eos_token_id

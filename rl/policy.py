@@ -1,6 +1,7 @@
 """The policy of a run: its base model with the adapter, and the Chat of its tokenizer, from the run's options."""
 import os
 import pickle
+import sys
 
 import torch
 from safetensors import SafetensorError
@@ -11,6 +12,7 @@ from rl.learner import make_optimizer
 from rl.model import add_lora, adapter_base, freeze_reference, load_adapter, load_model, load_reference
 from rl.runs import write_config
 from rl.tiny import tiny
+from rl.trial import try_model
 from rl.warmstart import warm_up
 
 CANNOT_LOAD = (OSError, ValueError, ImportError, RuntimeError, SafetensorError, pickle.UnpicklingError)
@@ -29,20 +31,30 @@ def load_policy(config, options, checkpoint=None):
         model = load_adapter(base, folder) if folder else add_lora(base, getattr(config, "lora_rank", 16), seed=config.seed)
         if checkpoint:
             load_reference(model, checkpoint)
+        chat = tried_chat(model, tokenizer, config.thinking, config.max_context)
     except CANNOT_LOAD as error:
         raise BadInput(f"cannot load the model {config.model!r}: {str(error).strip().splitlines()[0]}") from error
     if getattr(config, "gradient_checkpointing", False):
         base.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    return model, Chat(tokenizer, config.thinking, base.generation_config.eos_token_id)
+    return model, chat
 
 
-def load_frozen(name, bits, thinking):
+def load_frozen(name, bits, thinking, max_context):
     """(model without an adapter, Chat): a teacher or an editor."""
     try:
         model, tokenizer = load_model(name, bits)
+        return model, tried_chat(model, tokenizer, thinking, max_context)
     except CANNOT_LOAD as error:
         raise BadInput(f"cannot load the model {name!r}: {str(error).strip().splitlines()[0]}") from error
-    return model, Chat(tokenizer, thinking, model.generation_config.eos_token_id)
+
+
+def tried_chat(model, tokenizer, thinking, max_context) -> Chat:
+    """The Chat of a model that is computed right. Raises ValueError; a cache that would change its samples is not kept, and a line says so."""
+    chat = Chat(tokenizer, thinking, model.generation_config.eos_token_id)
+    if try_model(model, chat, max_context):
+        return chat
+    print("a kept cache would change this model's log-probs: every prompt is encoded anew", file=sys.stderr)
+    return Chat(tokenizer, thinking, model.generation_config.eos_token_id, keep_cache=False)
 
 
 def first_policy(config, algorithm, options, folder, first_step, tasks, limits):

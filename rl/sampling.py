@@ -28,7 +28,7 @@ def sampler(model, chat, *, temperature: float = 1.0, max_new_tokens: int = 32, 
     causal = model.get_base_model() if hasattr(model, "get_base_model") else model
     config = GenerationConfig(do_sample=False, max_new_tokens=max_new_tokens, eos_token_id=sorted(chat.end_ids),
                               pad_token_id=chat.pad_id, repetition_penalty=1.0, num_beams=1)
-    keep_cache, kept = keep_cache and keeps_cache(causal), None
+    keep_cache, kept = keep_cache and chat.keep_cache and keeps_cache(causal), None
 
     @torch.no_grad()
     def act(prompts: list[list[int]]) -> list[list[int]]:

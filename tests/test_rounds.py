@@ -457,6 +457,23 @@ def test_a_kill_between_a_phase_and_the_files_made_from_it_loses_no_row(tmp_path
     assert [(folder / name).read_text() for name in ("evaluations.jsonl", "rounds.jsonl")] == want
 
 
+def test_an_episode_with_an_id_that_has_no_token_is_not_shown_to_another_teacher(stored):  # docs/faults.md, 31
+    """Vocabularies are padded: an id without a token can be sampled, and another model may lack it."""
+    for teacher, distilled in (("another", ([1.0], [1.0])), ("self", ([1.0, 1.0], [1.0, 1.0]))):
+        run = scripted_run({"free": [0, 0], "updated": [1, 1]}, teacher=teacher)
+        plain, run.chat = run.play, SimpleNamespace(pad_id=0, tokenizer=range(5))
+
+        def play(*how, plain=plain):
+            episodes = plain(*how)
+            for episode, ids in zip(episodes, ([4], [5])):
+                episode.turns = [SimpleNamespace(action_ids=ids)]
+            return episodes
+
+        run.play = play
+        rounds.choose_and_teach(run, 1, 0, "", "a state")
+        assert stored.pop() == distilled
+
+
 # Bad input
 
 @pytest.mark.parametrize("argv, said", [
