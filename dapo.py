@@ -80,7 +80,7 @@ class Options:
     max_rounds: int = field(default=10, metadata={"help": "dynamic sampling: rounds of sampling per step at most"})
     overlong_max: int = field(default=0, metadata={"help": "own tokens of an episode at which the soft overlong "
                                                            "penalty reaches -1 (0: no penalty)"})
-    overlong_cache: int = field(default=0, metadata={"help": "tokens over which it grows (0: a fifth of the maximum)"})
+    overlong_cache: int = field(default=0, metadata={"help": "tokens over which the soft overlong penalty grows (0: a fifth of --overlong-max)"})
 
     def __post_init__(self):
         if not (self.eps_low > 0 and self.eps_high > 0 and self.max_rounds >= 1):

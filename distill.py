@@ -6,8 +6,8 @@
 
     (S_k, pi_k)  ->  S_k+1  ->  pi_k+1  ->  S_k+2  ->  ...      S a task-specific text, pi the policy's weights
 
-Phase I, state: episodes of the pair are frozen; an editor proposes edits of S_k for what recurs in them (funnel/editors.py); the
-candidate is accepted only if success on validation tasks rises, under the current policy.
+The pair (S_k, pi_k) is a state and a policy. Phase I, state: episodes are played with the pair; an editor proposes edits of S_k
+for what recurs in them (funnel/editors.py); the candidate is accepted only if success on validation tasks rises, under pi_k.
 Phase II, policy: each training instance is played without a state, with S_k and with S_k+1.
 
     r0 = R(pi_k, x), r- = R(pi_k, x, S_k), r+ = R(pi_k, x, S_k+1)                                          (Eq. 2)
@@ -22,7 +22,7 @@ pi_theta starts at pi_k, sees no state, and is committed only if its state-free 
 Test tasks are played once, for the report at the end. These rounds are funnel/rounds.py; here are the equations.
 
 What the paper leaves open, and what is ours (docs/distill.md has the whole list):
-1. While S_k is empty, playing with it is playing without: r- is r0, and no label of Eq. 3 is 11 or 10.
+1. While S_k is empty, playing with it is playing without: r- is r0, and (with `--label gain`) no label of Eq. 3 is 11 or 10.
 2. The teacher is Eq. 5's, the frozen policy itself with S_k+1. `--teacher` takes another; w is the policy's own always.
 3. y are the episodes played with S_k+1; with `--on-policy`, fresh state-free ones, drawn once a round from pi_k.
 4. R is the mean return of `--outcomes-per-condition` episodes.

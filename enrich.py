@@ -8,8 +8,8 @@ arXiv 2609.08404.
 
 Only observations change: o+ = E(o, h). Rewards, transitions, admissible actions and the number of turns are those of
 the wrapped environment, and hints are context, never trained on. There are two kinds of hint h: action guidance says
-what to do, observation enrichment says what the standard observation hides. The environment words both and never
-decides; this file decides, along two axes, and never knows a benchmark:
+what to do, observation enrichment says what the standard observation hides. The environment supplies
+the texts of both; this file decides when and for whom they are shown, and contains no code of a benchmark:
 
     when in an episode     turns 1-3 ("early") or 6-10 ("late")
     when in training       all of it, or guidance first and enrichment from the middle on ("hybrid")
@@ -117,7 +117,7 @@ class Schedule:
         return [EnrichedEnv(env, self) for env in envs]
 
     def why_no_hints(self, env, tasks, max_turns) -> str:
-        """Why training would go on without hints under this strategy's name, or "" if they are there. Plays a few `tasks`."""
+        """Why no hint of this strategy would ever be shown in training, or "". Plays a few `tasks` to find out."""
         for kind, window in STRATEGIES[self.strategy] if self.strategy != "none" else []:
             first = {"early": self.early[0], "late": self.late[0], "always": 1}[window]
             if first > max_turns:

@@ -3,7 +3,7 @@
     python grpo.py                      # the built-in game and model, no network, about a minute of one core
     from grpo import group_advantages, grpo_loss    # needs torch alone
 
-G answers to one task are a group. An answer is as good as it stands out in its group:
+G answers to one task are a group. An answer's advantage is its reward compared with its group:
 
     A_i = (R_i - mean R) / std R                                               (outcome supervision, section 4.1.2)
     J   = 1/N sum_i 1/|o_i| sum_t { min(r A, clip(r, 1-eps, 1+eps) A) - beta k3 }             (Eq. 3)
@@ -18,7 +18,7 @@ What differs from the paper:
 3. A group of equal rewards has advantage exactly 0; it still counts in N, and still gets the KL term when beta > 0.
 4. An episode whose environment broke (reward NaN) has advantage 0, and the baseline of its group is taken without it;
    like the episodes of note 3 it still counts in N and gets the KL term.
-5. beta = 0 by default (the paper: 0.04), as in later practice and in arXiv 2609.08404's second configuration.
+5. beta = 0 by default (the paper: 0.04), as in much later work.
 6. One reward at the end of the episode (outcome supervision); process supervision is not here.
 """
 from dataclasses import dataclass, field
@@ -59,7 +59,7 @@ def grpo_loss(logp_BT, old_logp_BT, advantages_B, mask_BT, *, num_trajectories, 
     log_ratio_BT = torch.where(mask_BT, logp_BT - old_logp_BT, 0.0)  # before exp: NaN * 0 is NaN
     ratio_BT = log_ratio_BT.exp()
     A_B1 = advantages_B[:, None]
-    objective_BT = torch.min(ratio_BT * A_B1, ratio_BT.clamp(1 - eps, 1 + eps) * A_B1)
+    objective_BT = torch.min(ratio_BT * A_B1, ratio_BT.clamp(1 - eps, 1 + eps) * A_B1)  # Eq. 3
     if beta:
         if ref_logp_BT is None:
             raise ValueError("beta > 0 needs ref_logp_BT")

@@ -44,7 +44,7 @@ def gspo_loss(logp_BT, old_logp_BT, advantages_B, mask_BT, *, num_trajectories, 
 
 @dataclass
 class Options:
-    minibatches: int = field(default=4, metadata={"help": "optimizer steps per sampled batch: with 1, s = 1 always"})
+    minibatches: int = field(default=4, metadata={"help": "the batch is cut into so many parts, an optimizer step each; with 1 part every ratio is 1"})
     eps_low: float = field(default=3e-4, metadata={"help": "clip range below 1"})
     eps_high: float = field(default=4e-4, metadata={"help": "clip range above 1"})
 

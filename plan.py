@@ -4,7 +4,7 @@
     python plan.py --model Qwen/Qwen3.5-4B --gpu 48 --teacher Qwen/Qwen3.5-27B --max-context 8192
     python grpo.py --preset 24gb --model Qwen/Qwen3-4B ...        # passes the options that such a plan ends with
 
-How it is counted, and against what that was measured: rl/memory.py; what fits: rl/presets.py. The teacher is in memory alone.
+How it is counted, and against what that was measured: rl/memory.py; what fits: rl/presets.py. While the teacher is in memory, no other model is.
 """
 from envs import BadInput
 from rl.presets import CONTEXT, GIB, KNOWN, SHARE, as_words, config_of, fit
@@ -61,11 +61,12 @@ def main(argv=None):
     parser.add_argument("--model", required=True, help=f"a folder, a name on the hub, or without a network: {', '.join(KNOWN)}")
     parser.add_argument("--gpu", type=float, required=True, help="memory of the card in GiB")
     parser.add_argument("--bits", type=int, choices=(4, 16, 32), help="of the weights (default: 16 if that fits, else 4)")
-    parser.add_argument("--lora-rank", type=int, default=16)
+    parser.add_argument("--lora-rank", type=int, default=16, help="of the adapter (default: %(default)s)")
     parser.add_argument("--max-context", type=int, default=4096, help="tokens of an episode (default: %(default)s)")
-    parser.add_argument("--optimizer", default="adamw", choices=("adamw", "paged_adamw_8bit"))
-    parser.add_argument("--teacher", default="", help="plan distill.py with this teacher, which is in memory alone")
-    parser.add_argument("--teacher-bits", type=int, default=4, choices=(4, 16))
+    parser.add_argument("--optimizer", default="adamw", choices=("adamw", "paged_adamw_8bit"),
+                        help="(default: %(default)s)")
+    parser.add_argument("--teacher", default="", help="plan distill.py with this teacher; while it is in memory, no other model is")
+    parser.add_argument("--teacher-bits", type=int, default=4, choices=(4, 16), help="of its weights (default: %(default)s)")
     parser.add_argument("--top-k", type=int, default=4096, help="as in distill.py")
     args = parser.parse_args(argv)
     if args.gpu <= CONTEXT or args.max_context < 16 or args.lora_rank < 1 or args.top_k < 0:

@@ -38,7 +38,8 @@ def enriched_rollouts(make_env, schedule, chat, max_new_tokens=32, num_envs=32, 
             requests.append(Request(task, task, seed, enriched=training and now.enriched(task, n)))
         with unwrap_model_for_generation(trainer.model_wrapped, trainer.accelerator) as policy:
             act = sampler(policy, chat, temperature=trainer.temperature, max_new_tokens=max_new_tokens)
-            played = rollout(act, chat, now.wrap(envs), requests, **{"max_turns": envs[0].max_turns} | limits)
+            played = rollout(act, chat, now.wrap(envs), requests, max_new_tokens=max_new_tokens,
+                             **{"max_turns": envs[0].max_turns} | limits)
         if any(len(t.rows) > 1 for t in played):
             raise ValueError("an episode became several rows, and TRL holds one: this chat template changes earlier turns")
         nothing = Row([chat.pad_id] * 2, [0, 0], sampled_logp=[0.0] * 2)  # an episode that broke before its first action

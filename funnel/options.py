@@ -16,9 +16,9 @@ class FunnelOptions(Learning):
     # The loop
     mode: str = option("full", "full; state-only: never train; policy-only: no state, the RL term alone")
     rounds: int = option(4, "rounds of state and policy")
-    steps: int = option(20, "batches per round of training (optimizer steps, times --minibatches)")
+    steps: int = option(20, "batches per round of training; a batch takes --minibatches optimizer steps")
     # Phase I
-    state: str = option("", "a file to start the state from (default: empty)")
+    state: str = option("", "a file to start the state from (nothing: an empty state)")
     state_place: str = option("", "prompt: after the system prompt; observation, ours: an entry is quoted under the "
                                   "observation that it is about (default: prompt, with tiny: observation)")
     state_limit: int = option(4000, "characters of a state at most; an edit that goes over it is refused")
@@ -28,17 +28,17 @@ class FunnelOptions(Learning):
     editor_tokens: int = option(512, "tokens of an answer of the editor at most")
     editor_characters: int = option(1500, "characters of an episode that the editor is shown")
     edits_first: int = option(4, "edits in the first round at most")
-    edits_last: int = option(2, "edits in the last round at most (half a cosine between)")
+    edits_last: int = option(2, "edits in the last round at most (in between the number falls along half a cosine)")
     # Phase II
     instances: int = option(128, "training tasks played without a state, with S_k and with S_k+1 in a round")
     outcomes_per_condition: int = option(1, "episodes per task and condition, whose mean return is R")
     label: str = option("gain", "gain: b = 1[R > R without a state] (Eq. 3); success: b = 1[most episodes succeed]")
-    select: str = option("both", "both (01 and 11), new (01), persistent (11), all; ours: random, as many as both")
+    select: str = option("both", "both (01 and 11), new (01), persistent (11), all; ours: random, as many tasks as both, chosen at random")
     alpha: float = option(1.0, "weight of persistently useful instances (Eq. 4)")
     token_weights: str = option("jsd", "jsd (Eqs. 6 and 7) or uniform")
     on_policy: bool = option(False, "distill on fresh state-free episodes instead of those played with S_k+1")
     teacher: str = option("self", "self (Eq. 5), none (the RL term alone), or a model on the hub or a folder")
-    teacher_state: bool = option(True, "the teacher sees S_k+1 (--no_teacher_state: it does not)")
+    teacher_state: bool = option(True, "the teacher sees S_k+1; the other form of the option takes that away")
     teacher_bits: int = option(0, "weights of another teacher or editor: 4, 16, 32 (0: as --bits)")
     top_k: int = option(0, "store K tokens, the policy's and teacher's likeliest, and one bucket of others (0: all)")
     distill_weight: float = option(1.0, "lambda of Eq. 9")

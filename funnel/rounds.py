@@ -1,4 +1,4 @@
-"""The rounds of the Experience Funnel (arXiv 2609.08919): how the equations of distill.py are used.
+"""The rounds of the Experience Funnel (arXiv 2609.08919): how the equations of distill.py are used. The pair is a state and a policy.
 
     for k = 1, 2, ...
         Phase I     S_k: reflect on episodes of the pair, edit, accept if validation success rises          `evolve_state`
@@ -24,11 +24,11 @@ from funnel.editors import propose_edits
 from funnel.results import draw_rounds, round_table
 from funnel.run import Run, finished_phases
 from funnel.state import apply_edits, edit_budget, entries, read_state
-from funnel.teacher import Item, add_likely_tokens, check_tokenizer, consult, distillation_gradient, load_items, save_items, weigh
+from funnel.teacher import add_likely_tokens, check_tokenizer, consult, distillation_gradient, load_items, save_items, weigh
 from rl.evaluation import fixed_tasks, success_table
-from rl.logs import read, record, replace_file
+from rl.logs import read, record
 from rl.learner import make_optimizer
-from rl.runs import disk_is_full, run_folder, write_config
+from rl.runs import run_folder, write_config
 from rl.tokens import log_tokens
 from rl.train import Algorithm, Step
 from rl.warmstart import warm_up
@@ -38,32 +38,27 @@ def rounds(config):
     """All rounds; returns the run's folder. config: funnel.options.FunnelOptions."""
     with run_folder(config, "distill", finished_phases) as (folder, _):
         write_config(folder, config, "distill")
-        try:
-            run, policy = Run.open(config, folder), 0
-            run.once(0, "start", lambda: start(run))
-            for k in range(1, config.rounds + 1):
-                evolved, taught, trained, previous = {}, {}, {}, run.state(k - 1)
-                # Phase I: the state
-                if config.mode == "policy-only":
-                    run.write_state(f"{k:03d}", "")
-                else:
-                    evolved = run.once(k, "state", lambda: evolve_state(run, k, policy, previous))
-                state = run.state(k)
-                # Phase II: what the new state makes possible goes into the policy
-                if config.mode == "full" and evolved["state_accepted"] and config.teacher != "none":
-                    taught = run.once(k, "teacher", lambda: choose_and_teach(run, k, policy, previous, state))
-                if config.mode == "policy-only" or config.mode == "full" and evolved["state_accepted"]:
-                    trained = run.once(k, "policy", lambda: train_policy(run, k, policy, taught))
-                    run.stored(k).unlink(missing_ok=True)
-                # The next pair
-                policy = k if trained.get("policy_accepted") else policy
-                line = run.once(k, "round", lambda: close_round(run, k, policy, state, evolved, taught, trained))["line"]
-                print(round_table([line]) if k == 1 else round_table([line]).splitlines()[1], flush=True)
-            report = run.once(k, "report", lambda: final_report(run, k, policy, run.state(k)))
-        except Exception as error:
-            if not disk_is_full(error):
-                raise
-            raise BadInput(f"the disk is full ({str(error).splitlines()[0]}): make room, then --resume") from error
+        run, policy = Run.open(config, folder), 0
+        run.once(0, "start", lambda: start(run))
+        for k in range(1, config.rounds + 1):
+            evolved, taught, trained, previous = {}, {}, {}, run.state(k - 1)
+            # Phase I: the state
+            if config.mode == "policy-only":
+                run.write_state(f"{k:03d}", "")
+            else:
+                evolved = run.once(k, "state", lambda: evolve_state(run, k, policy, previous))
+            state = run.state(k)
+            # Phase II: what the new state makes possible goes into the policy
+            if config.mode == "full" and evolved["state_accepted"] and config.teacher != "none":
+                taught = run.once(k, "teacher", lambda: choose_and_teach(run, k, policy, previous, state))
+            if config.mode == "policy-only" or config.mode == "full" and evolved["state_accepted"]:
+                trained = run.once(k, "policy", lambda: train_policy(run, k, policy, taught))
+                run.stored(k).unlink(missing_ok=True)
+            # The next pair
+            policy = k if trained.get("policy_accepted") else policy
+            line = run.once(k, "round", lambda: close_round(run, k, policy, state, evolved, taught, trained))["line"]
+            print(round_table([line]) if k == 1 else round_table([line]).splitlines()[1], flush=True)
+        report = run.once(k, "report", lambda: final_report(run, k, policy, run.state(k)))
         draw_rounds(folder, folder / "curve.png")
     for env in run.envs:
         env.close()
@@ -88,7 +83,7 @@ def start(run):
     run.save(0)
     state = read_state(config.state, config.state_limit) if config.state and config.mode != "policy-only" else ""
     run.write_state("000", state)
-    run.log(0, [], episodes="none")
+    run.log(0, [], episodes="none")  # from here on `run_folder` keeps the folder: it has a metrics.jsonl
     return {"state": state, "evaluations": [run.evaluation(0, "valid", 0, text) for text in dict.fromkeys(("", state))]}
 
 
@@ -148,7 +143,7 @@ def choose_and_teach(run, k, policy, previous, state):
     if config.on_policy and chosen:
         episodes = run.play(k, policy, "student", [tasks[i] for i in chosen], "", times)
     weights = [a_N[i].item() for i in chosen for _ in range(times)]
-    weighed = [(t, a) for t, a in zip(episodes, weights) if a > 0 and t.turns and t.end != "env_error"]
+    weighed = [(t, a) for t, a in zip(episodes, weights) if t.turns and t.end != "env_error"]
     # Token weights (Eqs. 6 and 7), and what the teacher thinks of the same tokens (Eq. 5)
     how = {"temperature": config.temperature, "micro_batch_tokens": config.micro_batch_tokens}
     items = weigh(run.load(policy), weighed, run.chat, state, place=config.state_place, history=config.history,
@@ -172,7 +167,8 @@ def choose_and_teach(run, k, policy, previous, state):
 
 
 def rl_term(name, weight) -> Algorithm:
-    """The state-free RL loss of Eq. 9, times its weight, with its paper's defaults; DAPO samples a batch three times at most."""
+    """The state-free RL loss of Eq. 9, times its weight, with its paper's clip ranges. The run's --minibatches holds for all three (so
+    GSPO's own default of 4 does not), and DAPO samples a batch three times at most."""
     term = RL_TERMS[name]()
     return Algorithm(**term | {"loss": lambda batch: weight * term["loss"](batch)})
 

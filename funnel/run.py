@@ -1,4 +1,4 @@
-"""What the rounds of the Experience Funnel are done with: episodes, policies in and out of memory, phases kept on disk.
+"""Helpers of funnel/rounds.py: episodes, policies in and out of memory, phases kept on disk.
 
     runs/<env>__distill__<mode>__<seed>/
         states/000.md ...       the state after each round; a file edited by hand is what the next round starts from
@@ -55,10 +55,10 @@ class Run:
     tasks: dict  # split -> task ids
     envs: list
     limits: dict  # of an episode, as `rollout` takes them
-    phase: str = ""  # the one under way, such as 001-state
+    phase: str = ""  # the one under way, such as 001-state; it names the random stream of its episodes too
     model: torch.nn.Module | None = None  # the policy's; None while another model has the memory
     chat: Chat | None = None
-    loaded: int | None = None  # the policy whose weights the model has; None: those of no committed one
+    loaded: int | None = None  # the policy whose weights the model has; None: they are being trained, or fresh
     successes: dict = field(default_factory=dict)  # (split, policy, state) -> what `evaluate` found
 
     @classmethod
@@ -80,10 +80,11 @@ class Run:
         path = self.folder / "phases" / f"{self.phase}.json"
         if not path.exists():
             replace_file(path, json.dumps(work()))
-            kept = [row for found in self.results() for row in found.get("evaluations", [])]
-            replace_file(self.folder / "evaluations.jsonl", "".join(json.dumps(row) + "\n" for row in kept))
-            kept = [found["line"] for found in self.results("round")]
-            replace_file(self.folder / "rounds.jsonl", "".join(json.dumps(row) + "\n" for row in kept))
+        # Made anew each time: a run that was killed between the phase and these files lacks its rows
+        kept = [row for found in self.results() for row in found.get("evaluations", [])]
+        replace_file(self.folder / "evaluations.jsonl", "".join(json.dumps(row) + "\n" for row in kept))
+        kept = [found["line"] for found in self.results("round")]
+        replace_file(self.folder / "rounds.jsonl", "".join(json.dumps(row) + "\n" for row in kept))
         return json.loads(path.read_text())
 
     def results(self, name="*"):
@@ -140,7 +141,7 @@ class Run:
 
     @contextlib.contextmanager
     def training(self, policy, start):
-        """The model with the weights of policy `start`, to be trained to those of `policy`."""
+        """The model with the weights of policy `start`. What it is trained to inside is policy `policy`, committed or not."""
         model = self.load(start)
         self.loaded = None
         yield model

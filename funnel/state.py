@@ -86,7 +86,7 @@ def without_state(system_prompt: str, state: str) -> str:
 def read_state(path, limit: int) -> str:
     """A state's file, which may have been edited by hand. Raises BadInput with one line."""
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        text = Path(path).read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:
         raise BadInput(f"the state {path} cannot be read: {error}") from error
     if len(text) > limit:
@@ -94,7 +94,7 @@ def read_state(path, limit: int) -> str:
                        f"raise --state-limit")
     if "\0" in text:
         raise BadInput(f"the state {path} is not text: it holds a NUL character")
-    return text.strip()
+    return text
 
 
 def entries(state: str) -> list[str]:

@@ -1,4 +1,4 @@
-"""The teacher of the Experience Funnel: its distributions after the sampled tokens, computed first and stored.
+"""The teacher of the Experience Funnel: its next-token distributions at the sampled positions, computed before training and stored.
 
     items = weigh(policy, weighed, ...)            # Eqs. 6 and 7, by the policy's two branches
     add_likely_tokens(policy, items, ...); consult(teacher, items, ...); save_items(items, path)     # then the teacher can be freed
@@ -27,11 +27,11 @@ CHUNK = 256  # tokens whose logits are held at once, some copies of [256, V] in 
 
 @dataclass
 class Item:
-    """One trajectory, and what is thought of its T sampled tokens, row after row."""
+    """One trajectory, with values for its T sampled tokens, row after row."""
     rows: list  # [(ids, mask), ...] of the student, without the state
     weights: torch.Tensor  # [T], a_i w_it of Eq. 8
-    state_rows: list | None = None  # the same with the state, until the teacher has read them
-    likely: torch.Tensor | None = None  # [T, K / 2], ids of the policy's likeliest tokens, until then
+    state_rows: list | None = None  # the same with the state; deleted by `consult`
+    likely: torch.Tensor | None = None  # [T, K / 2], ids of the policy's likeliest tokens; deleted by `consult`
     top: torch.Tensor | None = None  # [T, K], ids of the tokens that are stored; K = 0: the whole vocabulary
     logp: torch.Tensor | None = None  # [T, K + 1 or V], the teacher's log-probs of these and of all others, in nats
     width: int = 0  # V, the smaller vocabulary of the two models
@@ -133,7 +133,6 @@ def consult(teacher, items, pad_id, *, sees_state=True, top_k=0, width=None, tem
         likely = torch.zeros(len(item.weights), 0, dtype=torch.int) if item.likely is None else item.likely
         likely = likely.split([sum(mask) for _, mask in item.rows])
         rows += [(Row(*row), part) for row, part in zip(item.state_rows if sees_state else item.rows, likely)]
-        item.likely = None
     width = min(width or len(teacher.get_output_embeddings().weight), len(teacher.get_output_embeddings().weight))
 
     def answers(rows):
@@ -143,7 +142,7 @@ def consult(teacher, items, pad_id, *, sees_state=True, top_k=0, width=None, tem
     found = iter(by_row(rows, micro_batch_tokens, answers))
     for item in items:
         item.top, item.logp = map(torch.cat, zip(*(next(found) for _ in item.state_rows)))
-        item.state_rows, item.width = None, width
+        item.state_rows, item.likely, item.width = None, None, width
 
 
 def targets(teacher, hidden_ND, likely_NK, top_k, width, temperature):

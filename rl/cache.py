@@ -53,8 +53,8 @@ class Kept:
 
 
 def begin(causal, kept, prompts, pad_id):
-    """(ids_NT, mask_NT, cache) for `generate`, which of the columns that the cache has counts only the width in ids_NT. kept: None, or
-    some of the prompts go on from it."""
+    """(ids_NT, mask_NT, cache) for `generate`. Columns that are in the cache already are filled with pads in ids_NT: only their number
+    matters. kept: None, or a cache that some of the prompts extend."""
     kept = kept or encode_once(causal, prompts, pad_id)
     if kept:
         found = [kept.find(prompt) for prompt in prompts]

@@ -30,7 +30,7 @@ class UpdateOptions:
     micro_batch_tokens: int = 8192  # padded tokens of a forward pass
     max_grad_norm: float = 1.0
     gradient_checkpointing: bool = False
-    importance_cap: float = 0.0  # C > 0: a token's gradient is weighed by min(pi_old / pi_sampler, C), the KL's to a reference too
+    importance_cap: float = 0.0  # C > 0: a token's gradient (also that of the KL term) is weighed by min(pi_old / pi_sampler, C)
     seed: int = 0  # of the order of trajectories
 
 
@@ -132,8 +132,6 @@ def row_logps(model, rows, pad_id, *, temperature=1.0, micro_batch_tokens=8192) 
     in_micro_batches([(row, n) for n, row in enumerate(rows)], micro_batch_tokens, work)
     return logps
 
-
-# Micro-batches
 
 def pad(rows, pad_id, device):
     """Rows of ids and masks -> ids_BT, mask_BT (bool), padded on the right. The mask comes from sampling, not from ids."""

@@ -27,7 +27,7 @@ def option(default, help_text):
 class Environment:
     env: str = option("keydoor", "environment: a file name in envs/, or your_module:YourEnv")
     env_options: list[str] = option([], "options of the environment, as key=value key=value")
-    tasks: list[str] = option([], "only these tasks, by name or by full id (default: all)")
+    tasks: list[str] = option([], "only these tasks, by name or by full id (none given: all)")
     max_turns: int = option(0, "turns per episode at most (0: the environment's own limit)")
 
 
@@ -39,10 +39,10 @@ class Playing(Environment):
     preset: str = option("", "24gb, 48gb or 80gb: bits, context, batches that fit on such a card; your own options win (plan.py)")
     seed: int = option(0, "seed of everything random")
     max_new_tokens: int = option(32, "tokens per turn at most")
-    max_context: int = option(2048, "tokens of prompt and action at most")
-    history: str = option("full", "full: the whole conversation; window:N: past actions and the last N observations")
+    max_context: int = option(2048, "tokens of a prompt plus --max-new-tokens at most")
+    history: str = option("full", "full: the whole conversation; window:N: the first observation, all actions and the last N observations")
     thinking: bool = option(False, "let a model that can think do so (chat templates with enable_thinking)")
-    num_envs: int = option(128, "episodes played at the same time")
+    num_envs: int = option(128, "parallel episodes")
     step_timeout: float = option(120.0, "seconds that an environment may take for one step or reset (0: no limit)")
     eval_episodes: int = option(64, "tasks per evaluation, the same ones each time")
 
@@ -60,13 +60,13 @@ class Hints:
 class Learning(Playing):
     # How long, where to
     steps: int = option(60, "training steps: batches of episodes (0: the warm start alone)")
-    out: str = option("", "the run's folder (default: runs/<env>__<algo>__<enrich, of distill.py mode>__<seed>)")
+    out: str = option("", "the run's folder (nothing: runs/<env>__<algorithm>__<enrich>__<seed>; distill.py has its --mode in place of <enrich>)")
     resume: bool = option(False, "go on from the checkpoint in the run's folder")
-    overwrite: bool = option(False, "delete what is in the run's folder first")
+    overwrite: bool = option(False, "start again: what is in the run's folder is deleted after the first step")
     # A batch
     tasks_per_step: int = option(16, "groups per step, one task each")
     group: int = option(8, "episodes per group")
-    minibatches: int = option(1, "optimizer steps per batch of episodes; with 1, every update is on-policy")
+    minibatches: int = option(1, "the batch is cut into so many parts, an optimizer step each; with 1, every update is on-policy")
     micro_batch_tokens: int = option(8192, "padded tokens in one forward pass; only rounding depends on it")
     temperature: float = option(1.0, "sampling temperature, in the log-probs too")
     # Adapter and optimizer

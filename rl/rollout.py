@@ -1,4 +1,4 @@
-"""Episodes of a policy in text environments: one batch of prompts a turn, for the episodes that go on.
+"""Episodes of a policy in text environments: in each turn one batch of prompts, those of the unfinished episodes.
 
     act = sampler(model, chat, temperature=1.0, max_new_tokens=32)
     trajectories = rollout(act, chat, envs, [Request(task, group=0, seed=0), ...], max_turns=15)
@@ -114,7 +114,7 @@ def rollout(act, chat: Chat, envs: list, requests: list[Request], *, max_turns: 
             max_context: int = 2048, history: str = "full", step_timeout: float = 0.0) -> list[Trajectory]:
     """Play every request, at most len(envs) at a time; results in the order of the requests.
 
-    act: `act(prompts) -> sampled ids` for a batch of prompts (see sampling.py); `act([])` says that no episode goes on.
+    act: `act(prompts) -> sampled ids` for a batch of prompts (see sampling.py); `act([])` says that all have ended.
     max_turns: actions per episode. max_context: tokens of prompt and action together. history: "full" keeps the conversation,
     "window:2" rebuilds each prompt from the first observation, all past actions and the last 2 observations. An environment that
     raises, answers out of its contract's types or takes longer than `step_timeout` seconds (0: no limit; in the main thread
@@ -132,7 +132,7 @@ def rollout(act, chat: Chat, envs: list, requests: list[Request], *, max_turns: 
             idle, aside = aside, []
         while pending and idle:
             env, (request, trajectory) = idle.pop(), pending.popleft()
-            how = {"enriched": True} if request.enriched else {}  # an environment without hints never sees the word
+            how = {"enriched": True} if request.enriched else {}  # an environment without hints never gets this argument
             try:
                 trajectory.first_observation, trajectory.info = guard.reset(env, step_timeout, task=request.task,
                                                                             seed=request.seed, **how)
@@ -153,7 +153,8 @@ def rollout(act, chat: Chat, envs: list, requests: list[Request], *, max_turns: 
         # One turn of all of them
         for (env, trajectory), prompt, action_ids in zip(playing, prompts, act(prompts)):
             play_turn(env, trajectory, chat, prompt, action_ids, max_turns, step_timeout)
-        idle += [env for env, t in playing if t.end]
+        idle += [env for env, t in playing if t.end and t.end != "env_error"]
+        aside += [env for env, t in playing if t.end == "env_error"]
         active = [(env, t) for env, t in playing if not t.end]
     act([])
     return results

@@ -24,6 +24,8 @@ import threading
 import warnings
 from pathlib import Path
 
+from safetensors import SafetensorError
+
 from envs import BadInput, plain
 from rl.logs import keep_rows, read, replace_file
 
@@ -56,7 +58,7 @@ def cli(main):
     except FloatingPointError as error:
         print(f"error: {error}; lower --lr, and --resume if a checkpoint was saved before", file=sys.stderr)
         sys.exit(2)
-    except (OSError, RuntimeError) as error:  # RuntimeError: what torch's writer says of a full disk
+    except (OSError, RuntimeError, SafetensorError) as error:  # the last two: what the writers say of a full disk
         if type(error).__name__ == "OutOfMemoryError":
             print("error: out of memory: lower --num-envs, and --resume if a checkpoint was saved before; or start with a lower "
                   "--max-context (python plan.py says what fits)", file=sys.stderr)
@@ -72,7 +74,6 @@ def disk_is_full(error) -> bool:
 
 
 # The folder
-
 
 @contextlib.contextmanager
 def run_folder(config, algorithm, resuming=None):

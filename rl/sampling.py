@@ -1,10 +1,10 @@
 """The policy's next action for each of a batch of prompts: plain Hugging Face `generate`, and a draw of our own.
 
     act = sampler(model, chat, temperature=1.0, max_new_tokens=32)
-    act([prompt_ids, ...]) -> [action_ids, ...];  act([]) when no episode goes on
+    act([prompt_ids, ...]) -> [action_ids, ...];  act([]) when all episodes have ended
 
-`generate` is asked for the likeliest token, of scores in which a processor of ours has drawn one: exact samples, in a tenth of
-the time of its own `torch.multinomial` at a vocabulary of 151,936 on a CPU, and with their log-probs.
+We call greedy `generate`, and a logits processor of ours draws a token and makes it the likeliest one. The samples are exact, come with
+their log-probs, and cost a tenth of the time of `torch.multinomial` at a vocabulary of 151,936 on a CPU.
 
 What an earlier turn has encoded is kept for the next one where that is exact (cache.py).
 """

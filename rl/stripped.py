@@ -2,8 +2,8 @@
 
     rebuild_rows(without_hints(trajectory), chat, "full")       # also how the Funnel's teacher reads an episode
 
-`train_context` is beyond the papers: sample with hints, train on the same actions without them (`--enrich-train-context`). The
-policy is asked for the hinted action where no hint will be.
+`train_context` is not in the papers: sample with hints, and train on the same actions after prompts without them
+(`--enrich-train-context`).
 """
 from dataclasses import replace
 
@@ -23,7 +23,7 @@ def without_hints(trajectory) -> Trajectory:
 
 
 def rebuild_rows(trajectory, chat, history) -> list[Row]:
-    """The rows that a rollout records which shows these observations and samples these ids."""
+    """Its rows, rebuilt from the sampled ids and the observations that it holds now."""
     rows = []
     for number, turn in enumerate(trajectory.turns):
         so_far = replace(trajectory, turns=trajectory.turns[:number])

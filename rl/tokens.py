@@ -1,4 +1,4 @@
-"""tokens.jsonl, with --log-tokens N: N episodes a step once more, token by token."""
+"""tokens.jsonl: with --log-tokens N, N episodes of each step, token by token."""
 from rl.evaluation import fixed_tasks
 from rl.learner import row_logps
 from rl.logs import append, record

@@ -51,10 +51,10 @@ def diverged(step, why) -> BadInput:
 
 
 class Step:
-    """One step of training after the other, for `train` and for the Funnel's Phase II (funnel/rounds.py).
+    """Runs training steps, for `train` and for the Funnel's Phase II (funnel/rounds.py).
 
-    What outlives a step: the tokens of a micro-batch, which are fewer once memory ran out, and how many steps in a row had no
-    finite gradient.
+    It keeps, from step to step, the tokens of a micro-batch (fewer once memory ran out) and how many steps in a row had no finite
+    gradient.
     """
 
     def __init__(self, config, algorithm, model, optimizer, chat):
@@ -69,7 +69,7 @@ class Step:
 
         def sample(num_groups):
             first, requests = len(played) // config.group, []
-            for group in range(first, first + num_groups):  # a task and a seed each; every task once before any comes again
+            for group in range(first, first + num_groups):  # a task and a seed each; in a step, no task comes again before all have come
                 if group == len(order):
                     order.extend(rng.sample(tasks, len(tasks)))
                 seed = rng.randrange(2 ** 31)
@@ -102,13 +102,14 @@ class Step:
             stats = update(self.model, self.optimizer, batch, advantages_N, self.algorithm, how, more)
         except FloatingPointError as error:
             raise diverged(step, error) from error
-        self.micro_batch_tokens = min(self.micro_batch_tokens, stats["micro_batch_tokens"])
-        self.skipped = self.skipped + 1 if stats["skipped_steps"] == config.minibatches else 0
+        self.micro_batch_tokens = stats["micro_batch_tokens"]
+        self.skipped = 0 if stats["optimizer_steps"] else self.skipped + bool(stats["skipped_steps"])
         return stats
 
-    def refuse_to_go_on(self, step):
-        """After five steps without a finite gradient; the weights are those from before the first of them."""
+    def refuse_to_go_on(self, step, save=lambda step: None):
+        """Stop after five steps in a row without a finite gradient: the weights are those from before the first of them."""
         if self.skipped == 5:
+            save(step - 5)
             raise diverged(step, "the gradient was not finite in five steps in a row; the state before them is kept")
 
 
@@ -158,9 +159,7 @@ def train(config, algorithm):
                 batch = train_context(config, batch, chat, model)
             watched = watch(config, model, batch, chat, trainer.micro_batch_tokens) if config.log_tokens else None
             stats = trainer.learn(step, batch, advantages_N)
-            if trainer.skipped == 5:
-                save_checkpoint(folder, model, optimizer, step - 5)
-            trainer.refuse_to_go_on(step)
+            trainer.refuse_to_go_on(step, lambda last: save_checkpoint(folder, model, optimizer, last))
 
             # Log
             metrics = {"step": step, **episode_metrics(played, config.group), "groups": len(groups), **stats,
@@ -183,9 +182,10 @@ def train(config, algorithm):
                 raise KeyboardInterrupt(f"stopped after step {step}, which is saved: the same command with --resume goes on")
 
             # Tell
+            known = "-" if valid is None else f"{valid:.3f}"
             if not sys.stderr.isatty():  # no bar there
-                print(f"step {step}/{config.steps} reward {metrics['reward']:.3f} success on valid tasks {valid}", flush=True)
-            bar.set_postfix(reward=f"{metrics['reward']:.2f}", success="-" if valid is None else f"{valid:.2f}")
+                print(f"step {step}/{config.steps} reward {metrics['reward']:.3f} success on valid tasks {known}", flush=True)
+            bar.set_postfix(reward=f"{metrics['reward']:.2f}", success=known)
             to_board(metrics, step)
 
         # The result: base model and trained policy on test tasks

@@ -54,6 +54,28 @@ def test_a_dead_environment_breaks_one_episode_and_not_all_that_wait(word_chat, 
     assert {t.end for t in played} == {"env_error"} and all(math.isnan(t.reward) for t in played)
 
 
+class BreaksAfterAnEpisode(FakeEnv):
+    """Answers as it should until a step breaks; from then on nothing works."""
+    dead = False
+
+    def reset(self, *, task, seed):
+        if self.dead:
+            raise OSError("connection refused")
+        return super().reset(task=task, seed=seed)
+
+    def step(self, action):
+        if self.script[self.turn] == "break":
+            BreaksAfterAnEpisode.dead = True
+        return super().step(action)
+
+
+def test_an_environment_that_broke_in_a_step_is_used_again_only_when_no_other_is_left(word_chat):
+    envs = [FakeEnv(), BreaksAfterAnEpisode()]
+    requests = [Request("wait break" if n == 0 else "wait win", n, n) for n in range(12)]
+    played = rollout(FakePolicy(ended(word_chat)), word_chat, envs, requests, max_turns=4)
+    assert [t.end for t in played] == ["env_error"] + ["success"] * 11
+
+
 def test_context_full_at_a_later_turn(word_chat):  # docs/faults.md, 23
     act = FakePolicy(ended(word_chat))
     third = len(play(word_chat, act, "half wait win")[0].turns[2].prompt_ids)

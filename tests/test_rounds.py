@@ -446,6 +446,17 @@ def test_five_steps_in_a_row_without_a_finite_gradient_end_the_run(tmp_path, mon
     assert len(steps) == 5
 
 
+def test_a_kill_between_a_phase_and_the_files_made_from_it_loses_no_row(tmp_path):
+    folder = tmp_path / "run"
+    rounds.main([*SMALL, "--out", str(folder)])
+    want = [(folder / name).read_text() for name in ("evaluations.jsonl", "rounds.jsonl")]
+    kept = want[0].splitlines(keepends=True)
+    (folder / "evaluations.jsonl").write_text("".join(line for line in kept if json.loads(line)["split"] != "test"))
+    (folder / "rounds.jsonl").unlink()
+    rounds.main([*SMALL, "--out", str(folder), "--resume"])
+    assert [(folder / name).read_text() for name in ("evaluations.jsonl", "rounds.jsonl")] == want
+
+
 # Bad input
 
 @pytest.mark.parametrize("argv, said", [

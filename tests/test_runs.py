@@ -6,6 +6,7 @@ import sys
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from conftest import ROOT, SMALL
 
 import dapo
@@ -100,6 +101,15 @@ def test_ctrl_c_outside_of_a_training_loop_says_how_to_go_on(capsys):
     with pytest.raises(SystemExit) as stop:
         cli(main)
     assert stop.value.code == 130 and "--resume goes on" in capsys.readouterr().err
+
+
+def test_a_full_disk_while_an_adapter_is_written_is_one_line(capsys):
+    def main():
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+    with pytest.raises(SystemExit) as stop:
+        cli(main)
+    assert stop.value.code == 2 and "the disk is full" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("error, words", [(torch.OutOfMemoryError("CUDA out of memory"), "lower --num-envs"),

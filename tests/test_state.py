@@ -62,6 +62,11 @@ def test_a_state_file_that_is_no_state(tmp_path, content, said):
     assert "\n" not in str(caught.value)
 
 
+def test_a_state_of_exactly_the_limit_is_read_again(tmp_path):
+    (tmp_path / "001.md").write_text("x" * 40 + "\n")  # as a run writes it
+    assert read_state(tmp_path / "001.md", 40) == "x" * 40
+
+
 def test_edit_budget_falls_from_four_to_two():
     assert [edit_budget(k, 5) for k in range(1, 6)] == [4, 4, 3, 2, 2] and edit_budget(1, 1) == 4
 

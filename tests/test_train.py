@@ -2,6 +2,7 @@
 import json
 import math
 import re
+from types import SimpleNamespace
 
 import pytest
 from conftest import CLOCK, ROOT, SMALL, drawn_requests, metrics
@@ -139,6 +140,26 @@ def test_a_broken_environment_ends_its_episodes_and_not_the_run(tmp_path, capsys
     assert all(row["reward"] is None and "simulator is gone" in row["error"]
                for row in read(tmp_path / "run" / "rollouts.jsonl") if row["end"] == "env_error")
     assert "the simulator is gone" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("found, skipped", [
+    ((1, 0), [1, 2, 3, 4, 5]),  # (skipped steps, optimizer steps) of each training step
+    ((2, 2), [0] * 5), ((0, 4), [0] * 5), ((0, 0), [0] * 5)])
+def test_steps_without_a_finite_gradient_are_counted_beside_dead_mini_batches(monkeypatch, found, skipped):
+    from rl import train
+    config = Config(minibatches=4)
+    trainer, seen, saved = Step(config, Algorithm("grpo", None, None, (0.2, 0.2)), None, None, SimpleNamespace(pad_id=0)), [], []
+    monkeypatch.setattr(train, "update", lambda *_: dict(zip(("skipped_steps", "optimizer_steps"), found), micro_batch_tokens=8))
+    for step in range(10, 15):
+        trainer.learn(step, [], None)
+        seen.append(trainer.skipped)
+    assert seen == skipped
+    if skipped[-1] == 5:
+        with pytest.raises(BadInput, match="five steps in a row"):
+            trainer.refuse_to_go_on(14, saved.append)
+    else:
+        trainer.refuse_to_go_on(14, saved.append)
+    assert saved == ([9] if skipped[-1] == 5 else [])
 
 
 def test_a_step_that_makes_nonsense_stops_the_run(tmp_path):
