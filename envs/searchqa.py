@@ -66,7 +66,7 @@ def exact_match(answer: str, golds: list[str]) -> float:
 def f1(answer: str, golds: list[str]) -> float:
     """The best over the gold answers of 2 * common words / all words of both."""
     words, *golds = (Counter(normalise(text).split()) for text in (answer, *golds))
-    return max(2 * (words & gold).total() / max(words.total() + gold.total(), 1) for gold in golds)
+    return max((2 * (words & gold).total() / max(words.total() + gold.total(), 1) for gold in golds), default=0.0)
 
 
 def last_tag(text: str, names=("answer",)) -> tuple[str, str] | None:

@@ -168,16 +168,17 @@ def test_a_concept_file_copied_alone_computes(name, tmp_path):
 
 TRACED = """
 import json, os, sys
-root, begin, nth, end = sys.argv[1:5]
+root, begin, nth, end, ours = sys.argv[1:6]
+ours = set(ours.split(","))  # a virtual environment may lie in the same folder
 sys.path.insert(0, root)
-sys.argv[1:] = sys.argv[5:]
+sys.argv[1:] = sys.argv[6:]
 found, on = set(), False
 
 def profile(frame, event, _):
     global on
     code = frame.f_code
-    if code.co_filename.startswith(root + os.sep):
-        here = os.path.relpath(code.co_filename, root)
+    here = os.path.relpath(code.co_filename, root)
+    if here in ours:
         if event == "call":
             if code.co_qualname == begin:
                 calls[0] += 1
@@ -199,7 +200,8 @@ print("TRACE" + json.dumps(sorted(found)))
 
 def traced(program, begin, nth, end, *argv):
     """{(file, function of ours)} that ran from the nth call of `begin` to the return of `end`."""
-    done = subprocess.run([sys.executable, "-c", TRACED.replace("PROGRAM", program), str(ROOT), begin, str(nth), end, *argv],
+    ours = ",".join(str(page.relative_to(ROOT)) for page in PAGES)
+    done = subprocess.run([sys.executable, "-c", TRACED.replace("PROGRAM", program), str(ROOT), begin, str(nth), end, ours, *argv],
                           capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
     assert done.returncode == 0, done.stderr
     return {tuple(pair) for pair in json.loads(done.stdout.rpartition("TRACE")[2])}
