@@ -76,13 +76,15 @@ def configs(config):
 
 
 def add_lora(model, rank: int = 16, alpha: float | None = None, seed: int = 0):
-    """LoRA on all linear layers but the output: dropout 0 (log-probs must not be noisy), no biases, adapter in fp32."""
+    """LoRA on all linear layers but the output, of a composite model on those of its language part: dropout 0 (log-probs must not
+    be noisy), no biases, adapter in fp32."""
     from peft import LoraConfig, get_peft_model
 
     torch.manual_seed(seed)
+    others = [name for name, _ in model.named_modules() if re.search(r"vision|visual|image|audio|speech|projector", name)]
     return in_input_dtype(get_peft_model(model, LoraConfig(
         r=rank, lora_alpha=alpha or 2 * rank, lora_dropout=0.0, bias="none", target_modules="all-linear",
-        task_type="CAUSAL_LM"))).eval()
+        exclude_modules=others or None, task_type="CAUSAL_LM"))).eval()
 
 
 class InInputType(torch.nn.Linear):

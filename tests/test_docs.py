@@ -94,7 +94,7 @@ def test_every_test_that_the_docs_name_exists(page):
 
 def test_every_fault_names_the_tests_that_bear_its_number():
     rows = re.findall(r"^\| (\d+) \|.*\| (.*) \|$", (ROOT / "docs" / "faults.md").read_text(), re.MULTILINE)
-    assert [int(n) for n, _ in rows] == list(range(1, 27))
+    assert [int(n) for n, _ in rows] == list(range(1, len(rows) + 1)) and len(rows) >= 31
     bearing = {n: set() for n, _ in rows}
     for file, text in TESTS.items():
         for line in text.splitlines():

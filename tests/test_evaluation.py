@@ -106,3 +106,26 @@ def test_evaluate_takes_the_temperature_and_adapter_of_the_run(tmp_path, monkeyp
     for argv, word in ((["--adapter", "x"], "own adapter"), (["--eval-temperature", "1"], "--temperature")):
         with pytest.raises(BadInput, match=word):
             evaluate.main([str(folder), *argv])
+
+
+class OnlyValid(Env):
+    """An environment without test tasks."""
+    max_turns = 1
+
+    @classmethod
+    def tasks(cls, split):
+        return ["a/0"] if split == "valid" else []
+
+
+def test_a_split_is_evaluated_without_the_others(monkeypatch):
+    from envs import split_tasks
+    monkeypatch.setattr("envs.env_class", lambda name: OnlyValid)
+    assert split_tasks("any", [], {}, ["valid"]) == {"valid": ["a/0"]}
+    with pytest.raises(BadInput, match="no train tasks"):
+        split_tasks("any", [], {})
+    seen = []
+    monkeypatch.setattr(evaluate, "split_tasks", lambda name, only, options, splits: seen.append(splits) or {"valid": []})
+    monkeypatch.setattr("rl.policy.load_policy", lambda *_: (_ for _ in ()).throw(BadInput("far enough")))
+    with pytest.raises(BadInput, match="far enough"):
+        evaluate.main(["--split", "valid"])
+    assert seen == [["valid"]]

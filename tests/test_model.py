@@ -164,13 +164,6 @@ def test_a_shipped_generation_config_does_not_leak(base, words, tmp_path, monkey
         torch.testing.assert_close(got, (logits / 0.7).softmax(-1))
 
 
-@pytest.mark.parametrize("field, value", [("final_logit_softcapping", 30.0), ("logit_scale", 0.5), ("logits_scaling", 8.0)])
-def test_a_model_that_rescales_its_logits_is_refused(base, words, tmp_path, field, value):
-    setattr(base.config, field, value)
-    with pytest.raises(ValueError, match=field):
-        load_model(save(base, words, tmp_path / "m"))
-
-
 def test_an_output_layer_that_cannot_be_scored_is_refused(base, words, tmp_path):
     from peft import LoraConfig, get_peft_model
     folder = save(base, words, tmp_path / "m")
