@@ -3,14 +3,14 @@
 An episode's next prompt mostly extends its last prompt and action, so only what is new has to be encoded; and the
 episodes of a group begin with one prompt, which is encoded once. Three things make that exact:
 
-1. A kept cache is a batch of columns with holes: pads of earlier turns, and tokens after an end. The attention mask
-   covers them, and `generate` counts positions along the mask, so a token's position is its place in its own episode.
-   Where the columns are a quarter more than the longest episode, they are packed anew (`pack`).
+1. A kept cache is a batch of columns with holes: pads of earlier turns, and tokens after an end. The attention mask covers them, and
+   `generate` counts positions along the mask, so a token's position is its place in its own episode. Where the columns are a
+   quarter more than the longest episode, they are packed anew (`pack`).
 2. Rows are chosen by their ids: a prompt takes the cache of a row that it begins with, token by token, or none.
 3. That works where every layer attends to all earlier tokens. A recurrent or sliding-window layer would see the holes,
    so for such a model every prompt is encoded anew (`keeps_cache`).
 
-The last sampled token of an action is never fed to the model by `generate`: it comes with the next prompt.
+`generate` never feeds the last sampled token of an action to the model: it comes with the next prompt.
 """
 import torch
 from transformers import DynamicCache

@@ -3,8 +3,8 @@
     chat = Chat(tokenizer)
     chat.prompt([("system", "Play."), ("user", "You see a door."), ("assistant", sampled_ids), ("user", "It opens.")])
 
-The template is rendered around placeholders. Only its own text is encoded with special tokens; a content is text
-from outside, encoded without, or a list of ids that the policy sampled, put in as it is.
+A content is a list of ids that the policy sampled, put in as it is, or text from outside. Text is encoded together with the template's,
+so that the ids are the template's own; where a special token would come out of it, it is encoded apart, without special tokens.
 """
 import json
 import re
@@ -31,10 +31,10 @@ class Chat:
         self.pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else min(self.end_ids)
         self.think_end = self.added.get("</think>")
         seen = self._render((("user", "\ue000"), ("assistant", "\ue001</think>\ue002"), ("user", "\ue003")))
-        self.strips_thinking = self.think_end is not None and "\ue001" not in seen
-        self.text_ids = lru_cache(maxsize=4096)(self._text_ids)
-        self.template_ids = lru_cache(maxsize=4096)(
-            lambda text: tuple(tokenizer(text, add_special_tokens=False)["input_ids"]))
+        self.strips_thinking, self.no_space = self.think_end is not None and "\ue001" not in seen, not seen.endswith(" ")
+        self.text_ids, self.template_ids, self.specials = (
+            lru_cache(maxsize=4096)(work) for work in (self._text_ids, self._template_ids, lambda text: [
+                i for i in self.tokenizer(text, add_special_tokens=False)["input_ids"] if i in self.special_ids]))
 
     def _render(self, messages, tools=None):
         try:
@@ -45,8 +45,7 @@ class Chat:
             raise BadInput(f"this model's chat template refuses the conversation: {error}") from error
 
     def _text_ids(self, text: str) -> tuple[int, ...]:
-        """Outside text -> ids, none of them an added token: such a token's text is cut after its first character. Halves of
-        surrogate pairs, which no tokenizer takes, become "?"."""
+        """Outside text -> ids, none of them an added token: such a token's text is cut after its first character."""
         text = text.encode("utf-8", "replace").decode("utf-8")
         ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
         if self.special_ids.isdisjoint(ids):
@@ -81,16 +80,27 @@ class Chat:
         pieces = re.split("\ue000(\\d+)\ue001", rendered)
         if [int(n) for n in pieces[1::2]] != list(range(len(messages))):
             raise BadInput("this model's chat template drops or reorders messages; it cannot carry an episode")
-        ids = list(self.template_ids(pieces[0]))
+        ids, text, sampled = [], pieces[0], False  # text: still to be encoded, as one piece; sampled: it comes after sampled ids
         for (_, content), scaffold in zip(messages, pieces[2::2]):
-            if isinstance(content, str):  # with the template's words after it, up to its next special token
-                words = self.special.split(scaffold, maxsplit=1)[0]
-                ids += self.text_ids(content.strip() + words)
-                scaffold = scaffold[len(words):]
-            else:
-                ids += content
-            ids += self.template_ids(scaffold)
-        return ids
+            if not isinstance(content, str):
+                text = text.rstrip(" ") if self.no_space else text  # a space before an answer was sampled with it
+                ids, text, sampled = [*ids, *self.template_ids(text, sampled), *content], scaffold, True
+                continue
+            content = content.encode("utf-8", "replace").decode("utf-8").strip()  # halves of surrogate pairs become "?"
+            if self.specials(content + scaffold) == self.specials(scaffold):
+                text += content + scaffold
+                continue
+            words = self.special.split(scaffold, maxsplit=1)[0]  # a content that could forge a turn is encoded apart
+            ids = [*ids, *self.template_ids(text, sampled), *self.text_ids(content + words)]
+            text, sampled = scaffold[len(words):], False
+        return [*ids, *self.template_ids(text, sampled)]
+
+    def _template_ids(self, text: str, sampled: bool = False) -> tuple[int, ...]:
+        """Text whose special tokens are the template's -> ids. Behind sampled ids it goes on, where a tokenizer that begins a text with
+        a space would begin anew."""
+        if not sampled or not text or self.special.match(text):
+            return tuple(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+        return self._template_ids("a" + text)[len(self._template_ids("a")):]
 
     def action_text(self, action_ids) -> str:
         return self.tokenizer.decode([i for i in action_ids if i not in self.end_ids])

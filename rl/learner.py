@@ -3,9 +3,9 @@
     logp_BT, entropy_BT = token_logps(model, ids_BT, mask_BT)
     stats = update(model, optimizer, batch, advantages_N, algorithm, UpdateOptions(pad_id=...))
 
-`token_logps` is the one function for new, old and reference log-probs, so their ratios carry no error of a second
-code path. It projects the hidden states to logits only where a token was sampled, in chunks, with a softmax in fp32,
-and makes them again in the backward pass: at a vocabulary of 151,936 the logits of 256 tokens take 0.15 GiB in fp32.
+`token_logps` is the one function for new, old and reference log-probs, so their ratios carry no error of a second code path. It makes
+logits only where a token was sampled, in chunks, with a softmax in fp32, and makes them again in the backward pass: at a vocabulary
+of 151,936 the logits of 256 tokens take 0.15 GiB in fp32.
 
 A loss returns its micro-batch's share of the whole batch's loss (the normalisers are arguments), so the gradient does
 not depend on how rows are packed, up to rounding. Where memory runs out, rows are packed smaller, and the run goes on.
@@ -48,8 +48,6 @@ class MicroBatch:
     entropy_BT: torch.Tensor  # for the metrics: in nats
     sampler_log_weight_BT: torch.Tensor  # for the metrics: log pi_old / pi_sampler
 
-
-# Log-probs
 
 class ScoreTokens(torch.autograd.Function):
     """[N, D] hidden states, the head's [V, D] weight, [N] targets -> their log-probs and the entropies, [N] each, in fp32.
@@ -245,7 +243,8 @@ def update(model, optimizer, batch, advantages_N, algorithm, how, more=None):
             found["known"] = sum(sum(row.mask) for row, *_ in some if len(row.sampled_logp) == len(row.ids))
             add_gradient(share, trainable)
             for name, value in found.items():
-                sums[name] = LARGEST.get(name, sum)((sums[name], value)) if name in sums else value
+                merge = max if name in ("ratio_max", "sampler_gap_max") else sum
+                sums[name] = merge((sums[name], value)) if name in sums else value
 
         optimizer.zero_grad(set_to_none=True)
         budget = in_micro_batches(items, budget, work)
@@ -264,9 +263,6 @@ def update(model, optimizer, batch, advantages_N, algorithm, how, more=None):
             raise FloatingPointError("the step made parameters that are not finite")
     model.eval()
     return metrics_of(sums, norms, budget)
-
-
-LARGEST = {"ratio_max": max, "sampler_gap_max": max}  # the other figures of a micro-batch are added up
 
 
 @torch.no_grad()

@@ -17,8 +17,6 @@ from dataclasses import dataclass, field
 from envs import BadInput, guard, plain
 from rl.chat import Chat
 
-ENDS = ("success", "failure", "turn_limit", "context_full", "env_error")
-
 
 @dataclass
 class Request:
@@ -63,7 +61,7 @@ class Trajectory:
     rows: list[Row] = field(default_factory=list)
     reward: float = 0.0  # sum over turns; NaN if the environment broke
     success: bool = False
-    end: str = ""  # one of ENDS
+    end: str = ""  # success, failure, turn_limit, context_full or env_error
     info: dict = field(default_factory=dict)  # the environment's last info
     error: str = ""
 

@@ -5,7 +5,6 @@
 
 We call greedy `generate`, and a logits processor of ours draws a token and makes it the likeliest one. The samples are exact, come with
 their log-probs, and cost a tenth of the time of `torch.multinomial` at a vocabulary of 151,936 on a CPU.
-
 What an earlier turn has encoded is kept for the next one where that is exact (cache.py).
 """
 import torch

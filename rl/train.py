@@ -180,8 +180,6 @@ def train(config, algorithm):
                 save_checkpoint(folder, model, optimizer, step)
             if stop:
                 raise KeyboardInterrupt(f"stopped after step {step}, which is saved: the same command with --resume goes on")
-
-            # Tell
             known = "-" if valid is None else f"{valid:.3f}"
             if not sys.stderr.isatty():  # no bar there
                 print(f"step {step}/{config.steps} reward {metrics['reward']:.3f} success on valid tasks {known}", flush=True)
