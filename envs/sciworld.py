@@ -18,6 +18,9 @@ Deviations from the package, all in how it is driven
     the order of Java's identity hashes, so descriptions, wandering animals and gold paths differ from load to load: the
     JVM is told to make these hashes equal (-XX:hashCode=2), which leaves the order of insertion. An episode is then a
     function of (task, variation, actions), whatever else runs and in every process.
+ 7. The simulator's own list of valid actions, which `admissible_actions()` hands on, holds some that it then refuses: 88 of 444 drawn at
+    random (15 tasks, after 0, 3 and 8 random actions), most of them "move", "pour" and "dunk". A warm start on random play
+    teaches these too; a refused action costs a turn and no score.
 """
 import atexit
 import contextlib
@@ -252,7 +255,7 @@ class SciWorld(Env):
         return text, reward, terminated, False, self._info(success=success, valid=valid, score=score, moves=moves)
 
     def admissible_actions(self):
-        """Every action that the simulator accepts now, sorted: 300-1200 of them, in 30-300 ms. Empty after the end.
+        """Every action that the simulator lists as valid now (see 7), sorted: 300-1200 of them, in 30-300 ms. Empty after the end.
         "reset task" is left out: it takes back the goals reached."""
         if self._done:
             return []

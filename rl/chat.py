@@ -30,13 +30,13 @@ class Chat:
         self.end_ids = frozenset(i for i in [*ends, tokenizer.eos_token_id] if i is not None)
         self.pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else min(self.end_ids)
         self.think_end = self.added.get("</think>")
-        seen = self._render((("user", "\ue000"), ("assistant", "\ue001</think>\ue002"), ("user", "\ue003")))
+        seen = self.render((("user", "\ue000"), ("assistant", "\ue001</think>\ue002"), ("user", "\ue003")))
         self.strips_thinking, self.no_space = self.think_end is not None and "\ue001" not in seen, not seen.endswith(" ")
         self.text_ids, self.template_ids, self.specials = (
             lru_cache(maxsize=4096)(work) for work in (self._text_ids, self._template_ids, lambda text: [
                 i for i in self.tokenizer(text, add_special_tokens=False)["input_ids"] if i in self.special_ids]))
 
-    def _render(self, messages, tools=None):
+    def render(self, messages, tools=None):
         try:
             return self.tokenizer.apply_chat_template(
                 [{"role": role, "content": content} for role, content in messages], tools=tools, tokenize=False,
@@ -72,8 +72,8 @@ class Chat:
         """[(role, text or sampled ids), ...] -> ids up to where the next action starts. `tools`, the schemas of an
         environment's functions, become part of the template's own text, so no special token may stand in them."""
         placeholders = [(role, f"\ue000{n}\ue001") for n, (role, _) in enumerate(messages)]
-        rendered = self._render(placeholders, tools)
-        if tools and rendered == self._render(placeholders):
+        rendered = self.render(placeholders, tools)
+        if tools and rendered == self.render(placeholders):
             raise BadInput("this model's chat template has no place for tools: let the environment's prompt list them")
         if tools and any(token in json.dumps(tools, ensure_ascii=False) for token in self.added):
             raise BadInput("a special token of this model stands in the environment's tools")

@@ -31,7 +31,7 @@ from rl.model import load_model
 from rl.rollout import Request, add_turn, rollout
 from rl.runs import Parser, cli
 from rl.sampling import sampler
-from rl.warmstart import play, supervise
+from rl.warmstart import play, supervise, turn_end
 
 CHAT_TEMPLATE = ("{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
                  "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
@@ -116,7 +116,7 @@ def copy_row(env, chat, words, rng, hints, noise):
         named = [some(2, 6) for _ in range(rng.randint(1, 3))] if hints else [" ".join(rng.sample(words, rng.randint(8, 14)))]
         messages.append(("user", f"{some(0, noise)}\n{env.phrase(named)}" if hints else named[0]))
         action_ids = chat.text_ids(named[0])
-        add_turn(rows, chat.prompt(messages), [*action_ids, chat.tokenizer.eos_token_id])
+        add_turn(rows, chat.prompt(messages), [*action_ids, turn_end(chat)])
         messages.append(("assistant", action_ids))
     return rows[0]
 

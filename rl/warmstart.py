@@ -50,14 +50,23 @@ class Play(Env):
         return f"{observation}\n{self.env.phrase([self.planned])}" if self.named else observation
 
 
+def turn_end(chat) -> int:
+    """The token that the chat template ends a turn with, so that an episode stays one row; the tokenizer's end token where sampling
+    does not stop at that one."""
+    rendered = chat.render((("user", "."), ("assistant", "\ue000"), ("user", "\ue001")))
+    found = chat.special.search(rendered.partition("\ue000")[2].partition("\ue001")[0])
+    end_id = chat.added[found[0]] if found else None
+    return end_id if end_id in chat.end_ids else chat.tokenizer.eos_token_id
+
+
 def play(make_env, chat, tasks, kind: str, *, seed: int, max_turns: int, named_share: float = 0.5, **limits):
     """One scripted episode per task -> trajectories, their rows recorded as in `rollout`."""
     if kind not in ("random", "gold"):
         raise BadInput(f"warm start must be random or gold, got {kind!r}")
-    env = Play(make_env(), kind, named_share)
+    env, end_id = Play(make_env(), kind, named_share), turn_end(chat)
 
     def act(prompts):  # one environment, so one prompt at a time, or none when its episode has ended
-        return [[*chat.text_ids(env.planned), chat.tokenizer.eos_token_id] for _ in prompts]
+        return [[*chat.text_ids(env.planned), end_id] for _ in prompts]
 
     return rollout(act, chat, [env], [Request(task, seed=seed + n) for n, task in enumerate(tasks)],
                    max_turns=max_turns, **limits)

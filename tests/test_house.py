@@ -169,7 +169,7 @@ def test_a_concept_file_copied_alone_computes(name, tmp_path):
 TRACED = """
 import json, os, sys
 root, begin, nth, end, ours = sys.argv[1:6]
-ours = set(ours.split(","))  # a virtual environment may lie in the same folder
+ours = {os.path.join(root, page) for page in ours.split(",")}  # a virtual environment may lie in the same folder
 sys.path.insert(0, root)
 sys.argv[1:] = sys.argv[6:]
 found, on = set(), False
@@ -177,8 +177,8 @@ found, on = set(), False
 def profile(frame, event, _):
     global on
     code = frame.f_code
-    here = os.path.relpath(code.co_filename, root)
-    if here in ours:
+    if code.co_filename in ours:
+        here = os.path.relpath(code.co_filename, root)
         if event == "call":
             if code.co_qualname == begin:
                 calls[0] += 1

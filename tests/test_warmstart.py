@@ -4,6 +4,7 @@ import random
 import pytest
 import torch
 from conftest import SMALL, make_rows
+from test_chat import GEMMA, spaced_bpe
 
 import evaluate
 import grpo
@@ -32,6 +33,18 @@ def test_random_play_is_admissible_and_names_half(played_randomly):
         assert len(set(hints)) == 1  # an episode names all of its actions or none
     named = sum("Hint: " in t.first_observation for t in played_randomly)
     assert 18 <= named <= 42 and not all(t.success for t in played_randomly)
+
+
+@pytest.mark.parametrize("stops", [True, False])
+def test_a_scripted_action_ends_as_the_template_ends_a_turn(stops):  # docs/faults.md, 33
+    """Gemma's template ends a turn with <end_of_turn>, and its tokenizer's end token is another."""
+    tokenizer = spaced_bpe(GEMMA, "<end_of_turn>")
+    end_of_turn = tokenizer.convert_tokens_to_ids("<end_of_turn>")
+    chat = Chat(tokenizer, end_ids=[end_of_turn] if stops else None)
+    [episode] = warmstart.play(KeyDoor, chat, KeyDoor.tasks("train")[:1], "gold", seed=0, max_turns=5)
+    assert len(episode.turns) > 1 and all(turn.stop == "end" for turn in episode.turns)
+    assert {turn.action_ids[-1] for turn in episode.turns} == {end_of_turn if stops else tokenizer.eos_token_id}
+    assert len(episode.rows) == (1 if stops else len(episode.turns))
 
 
 @pytest.mark.parametrize("share, count", [(0.0, 0), (1.0, 8)])
