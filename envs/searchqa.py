@@ -216,7 +216,7 @@ class SearchQA(Env):
     SkillOpt's 400 / 200 / 1400), split_seed, and for retrieval turns and top (passages a search)."""
 
     def __init__(self, data=None, ids=None, shares="20,10,70", split_seed=0, retrieval=False, turns=6, top=3):
-        options = check(data, ids, shares, split_seed)
+        options = checked_options(data, ids, shares, split_seed)
         refuse_unknown("retrieval", str(retrieval).lower(), ("true", "false"))
         for option, value, most in (("turns", turns, 100), ("top", top, 20)):
             if type(value) is not int or not 1 <= value <= most:
@@ -234,7 +234,7 @@ class SearchQA(Env):
     def tasks(cls, split, data=None, ids=None, shares="20,10,70", split_seed=0):
         """Ids `source/id`, in the order of the file or of the id lists."""
         refuse_unknown("split", split, SPLITS)
-        return list(load(*check(data, ids, shares, split_seed))[0][split])
+        return list(load(*checked_options(data, ids, shares, split_seed))[0][split])
 
     def reset(self, *, task, seed):
         """Nothing is drawn at random: `seed` changes nothing."""
@@ -309,7 +309,7 @@ class SearchQA(Env):
         return f"Passages shown so far: {'; '.join(sorted(found)) or 'none'}.{needed}"
 
 
-def check(data, ids, shares, split_seed):
+def checked_options(data, ids, shares, split_seed):
     """The options of `load`, hashable. Raises BadInput."""
     try:
         numbers = tuple(float(n) for n in (shares.split(",") if isinstance(shares, str) else shares))

@@ -33,7 +33,8 @@ class FunnelOptions(Learning):
     instances: int = option(128, "training tasks played without a state, with S_k and with S_k+1 in a round")
     outcomes_per_condition: int = option(1, "episodes per task and condition, whose mean return is R")
     label: str = option("gain", "gain: b = 1[R > R without a state] (Eq. 3); success: b = 1[most episodes succeed]")
-    select: str = option("both", "both (01 and 11), new (01), persistent (11), all; ours: random, as many tasks as both, chosen at random")
+    select: str = option("both", "both (01 and 11), new (01), persistent (11), all; ours: random, as many tasks as both, chosen at "
+                                 "random")
     alpha: float = option(1.0, "weight of persistently useful instances (Eq. 4)")
     token_weights: str = option("jsd", "jsd (Eqs. 6 and 7) or uniform")
     on_policy: bool = option(False, "distill on fresh state-free episodes instead of those played with S_k+1")

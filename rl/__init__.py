@@ -6,7 +6,7 @@
     sampling.py    plain `generate` and the draw of a token; cache.py: what is kept between turns
     learner.py     token log-probs, micro-batches, shares of a loss, optimizer steps
 
-Around it: model.py (loading, LoRA), policy.py (the policy of a run), evaluation.py, options.py, runs.py (folder, checkpoint),
-logs.py, warmstart.py, tiny.py (the built-in model), stripped.py (the same episode under other prompts), tokens.py (a log of
-tokens), memory.py and presets.py (what fits on a card).
+Around it: model.py (loading, LoRA), trial.py (is the model computed right?), policy.py (the policy of a run), evaluation.py,
+options.py, runs.py (folder, checkpoint), logs.py, warmstart.py, tiny.py (the built-in model), stripped.py (the same episode under
+other prompts), tokens.py (a log of tokens), memory.py and presets.py (what fits on a card).
 """

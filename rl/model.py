@@ -118,8 +118,8 @@ def in_input_dtype(model):
 
 
 def load_adapter(model, folder: str, trainable: bool = True):
-    """A LoRA adapter in PEFT's format on a base model from `load_model`. Raises OSError (none there) or ValueError (one that this file
-    cannot keep apart from its base model, or that does not fit it)."""
+    """A LoRA adapter in PEFT's format on a base model from `load_model`. Raises OSError (none there) or ValueError (one that cannot
+    be kept apart from its base model, or that does not fit it)."""
     from peft import PeftModel, get_peft_model_state_dict, load_peft_weights
 
     if not os.path.exists(os.path.join(folder, "adapter_config.json")):
@@ -146,8 +146,8 @@ def foreign(folder) -> str:
     if config.get("peft_type") != "LORA" or config.get("use_dora"):
         return "is no plain LoRA adapter, and this program trains no other"
     if config.get("init_lora_weights") not in (True, False, None, "gaussian", "eva", "orthogonal"):
-        return (f"was made with init_lora_weights={config['init_lora_weights']!r}, which changes the base model's weights: convert it to "
-                f"a plain one first (PEFT: path_initial_model_for_weight_conversion)")
+        return (f"was made with init_lora_weights={config['init_lora_weights']!r}, which changes the base model's weights: convert it "
+                f"to a plain one first (PEFT: path_initial_model_for_weight_conversion)")
     if config.get("bias", "none") != "none":
         return f"trains biases of the base model (bias={config['bias']!r}), so that the model without it would not be the base model"
     return ""

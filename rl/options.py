@@ -40,7 +40,8 @@ class Playing(Environment):
     seed: int = option(0, "seed of everything random")
     max_new_tokens: int = option(32, "tokens per turn at most")
     max_context: int = option(2048, "tokens of a prompt plus --max-new-tokens at most")
-    history: str = option("full", "full: the whole conversation; window:N: the first observation, all actions and the last N observations")
+    history: str = option("full", "full: the whole conversation; window:N: the first observation, all actions and the last N "
+                                  "observations")
     thinking: bool = option(False, "let a model that can think do so (chat templates with enable_thinking)")
     num_envs: int = option(128, "parallel episodes")
     step_timeout: float = option(120.0, "seconds that an environment may take for one step or reset (0: no limit)")
@@ -60,7 +61,8 @@ class Hints:
 class Learning(Playing):
     # How long, where to
     steps: int = option(60, "training steps: batches of episodes (0: the warm start alone)")
-    out: str = option("", "the run's folder (nothing: runs/<env>__<algorithm>__<enrich>__<seed>; distill.py has its --mode in place of <enrich>)")
+    out: str = option("", "the run's folder (nothing: runs/<env>__<algorithm>__<enrich>__<seed>; distill.py has its --mode in place "
+                          "of <enrich>)")
     resume: bool = option(False, "go on from the checkpoint in the run's folder")
     overwrite: bool = option(False, "start again: what is in the run's folder is deleted after the first step")
     # A batch

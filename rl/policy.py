@@ -49,7 +49,7 @@ def load_frozen(name, bits, thinking, max_context):
 
 
 def tried_chat(model, tokenizer, thinking, max_context) -> Chat:
-    """The Chat of a model that is computed right. Raises ValueError; a cache that would change its samples is not kept, and a line says so."""
+    """The Chat of a model that is computed right. Raises ValueError. A cache that would change its samples is not kept, says a line."""
     chat = Chat(tokenizer, thinking, model.generation_config.eos_token_id)
     if try_model(model, chat, max_context):
         return chat

@@ -32,8 +32,8 @@ def rebuild_rows(trajectory, chat, history) -> list[Row]:
 
 
 def train_context(config, batch, chat, model):
-    """The batch with its hinted trajectories in other rows, by --enrich-train-context (with as-sampled, the paper's way, `train` does not
-    call this):
+    """The batch with its hinted trajectories in other rows, by --enrich-train-context (with as-sampled, the paper's way, `train` does
+    not call this):
 
     stripped         the old log-probs are taken in the stripped context too, so the ratio starts at 1. This is biased:
                      the stripped policy did not sample these actions. Imitation of hinted success, weighed by advantage.

@@ -69,7 +69,7 @@ class Step:
 
         def sample(num_groups):
             first, requests = len(played) // config.group, []
-            for group in range(first, first + num_groups):  # a task and a seed each; in a step, no task comes again before all have come
+            for group in range(first, first + num_groups):  # a task and a seed each; no task comes again before all have come
                 if group == len(order):
                     order.extend(rng.sample(tasks, len(tasks)))
                 seed = rng.randrange(2 ** 31)

@@ -36,8 +36,8 @@ def try_model(model, chat, max_context: int) -> bool:
         own = [own_logps(model, row.ids) for row in rows]
         gap = difference(own, [logp_T[1:] for logp_T in row_logps(model, rows, chat.pad_id)])
         if not gap < tolerance:
-            raise ValueError(f"its log-probs, computed from the last hidden states and the output layer, differ from its own by {gap:.3g} "
-                             f"nats a token")
+            raise ValueError(f"its log-probs, computed from the last hidden states and the output layer, differ from its own by "
+                             f"{gap:.3g} nats a token")
         gaps = {}
         for keep in (True, False):
             with torch.random.fork_rng():
@@ -49,7 +49,8 @@ def try_model(model, chat, max_context: int) -> bool:
         if isinstance(error, torch.OutOfMemoryError):
             raise
         raise ValueError(f"it cannot be run here ({type(error).__name__}: {str(error).strip().splitlines()[0]})") from error
-    raise ValueError(f"what it samples with left padding differs from what it says of the same tokens by {gaps[False]:.3g} nats a token")
+    raise ValueError(f"what it samples with left padding differs from what it says of the same tokens by {gaps[False]:.3g} nats "
+                     f"a token")
 
 
 def own_logps(model, ids):
