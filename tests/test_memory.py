@@ -37,7 +37,7 @@ model = add_lora(AutoModelForCausalLM.from_config(CONFIGS[{name!r}](), dtype={dt
 trainable = [p for p in model.parameters() if p.requires_grad]
 
 class chat:
-    end_ids, pad_id = {{0}}, 0
+    end_ids, pad_id, keep_cache = {{0}}, 0, True
 
 def learn(rows, length):
     mask = torch.zeros(rows, length, dtype=torch.bool)
