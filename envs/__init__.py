@@ -14,6 +14,10 @@ class BadInput(ValueError):
     """What the caller asked for cannot be done; the message is one line that says what to do instead."""
 
 
+class DoesNotFit(BadInput):
+    """No first prompt fits into the context."""
+
+
 class Env:
     """One episode at a time. Keyword arguments of `__init__` are the options of `--env-options key=value ...`."""
 

@@ -19,7 +19,7 @@ import dapo
 import grpo
 import gspo
 from distill import select, transitions
-from envs import BadInput
+from envs import DoesNotFit
 from funnel.editors import propose_edits
 from funnel.results import draw_rounds, round_table
 from funnel.run import Run, finished_phases
@@ -107,7 +107,7 @@ def evolve_state(run, k, policy, state):
         try:
             after = run.success("valid", policy, candidate)["success"]
             reason = "" if after > before else f"validation success is {after:.3f}, with the state so far {before:.3f}"
-        except BadInput as error:  # it was playable without these edits: a prompt that does not fit any more
+        except DoesNotFit as error:  # it was playable without these edits
             reason = str(error)
     accepted = not reason
     run.write_state(f"{k:03d}", candidate if accepted else state)

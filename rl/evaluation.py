@@ -35,16 +35,16 @@ def evaluate(act, chat, envs, tasks, *, samples: int = 1, enriched: bool = False
     """Play each task `samples` times; episode n of the list has seed n, whatever was played before. enriched: `envs` are
     EnrichedEnv, and every episode is one with hints, so this is not the standard environment.
 
-    An episode whose environment broke counts as no success. The interval treats episodes as independent: with
-    samples > 1 they are not quite, and it is too narrow. Returns success, interval, episodes, clean_success (success
-    without an invalid action before it), score (mean of the benchmark's own score, 0 to 100 on ScienceWorld, else of the
-    return), valid_action_fraction, turns, env_errors; abstain_turns and abstained, summed, where the benchmark asks what
-    cannot be done; success_by_name where the tasks have several names; and pass@k for samples > 1.
+    An episode whose environment broke counts as no success; where all broke, BadInput is raised, as a 0 would say something
+    else. The interval treats episodes as independent: with samples > 1 they are not quite, and it is too narrow. Returns
+    success, interval, episodes, clean_success (success without an invalid action before it), score (mean of the benchmark's
+    own score, 0 to 100 on ScienceWorld, else of the return), valid_action_fraction, turns, env_errors; abstain_turns and
+    abstained, summed, where the benchmark asks what cannot be done; success_by_name where the tasks have several names; and
+    pass@k for samples > 1.
     """
     requests = [Request(task, group=n, seed=n, enriched=enriched) for n, task in enumerate(tasks) for _ in range(samples)]
     played = rollout(act, chat, envs, requests, **limits)
-    if any(t.end != "env_error" for t in played):
-        refuse_if_hopeless(played, limits.get("max_context"))
+    refuse_if_hopeless(played, limits.get("max_context"))
     successes = sum(t.success for t in played)
     turns = [turn for t in played for turn in t.turns]
     scores = [t.reward if t.info.get("score") is None else t.info["score"] for t in played if t.end != "env_error"]

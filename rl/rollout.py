@@ -14,7 +14,7 @@ import sys
 from collections import deque
 from dataclasses import dataclass, field
 
-from envs import BadInput, guard, plain
+from envs import BadInput, DoesNotFit, guard, plain
 from rl.chat import Chat
 
 
@@ -190,8 +190,8 @@ def broken(trajectory, error):
 def refuse_if_hopeless(played, max_context, when=""):
     """A context too short for every first prompt is the caller's mistake; an environment that always breaks is to be mended."""
     if played and all(t.end == "context_full" and not t.turns for t in played):
-        raise BadInput(f"no first prompt fits: {played[0].error} and the new ones are more than the context of "
-                       f"{max_context}; raise --max-context or lower --max-new-tokens")
+        raise DoesNotFit(f"no first prompt fits: {played[0].error} and the new ones are more than the context of "
+                         f"{max_context}; raise --max-context or lower --max-new-tokens")
     if played and all(t.end == "env_error" for t in played):
         raise BadInput(f"{when}the environment broke in every episode, last with {played[-1].error}; mend it, then --resume if a "
                        f"checkpoint was saved before")

@@ -108,6 +108,18 @@ def test_evaluate_takes_the_temperature_and_adapter_of_the_run(tmp_path, monkeyp
             evaluate.main([str(folder), *argv])
 
 
+class Dead(Env):
+    max_turns = 1
+
+    def reset(self, *, task, seed):
+        raise OSError("connection refused")
+
+
+def test_an_evaluation_in_which_every_environment_broke_is_no_result(word_chat):
+    with pytest.raises(BadInput, match="broke in every episode, last with OSError: connection refused"):
+        evaluation.evaluate(lambda prompts: [[1]] * len(prompts), word_chat, [Dead()], ["a/0", "a/1"], max_turns=1)
+
+
 class OnlyValid(Env):
     """An environment without test tasks."""
     max_turns = 1

@@ -10,7 +10,7 @@ import torch
 from conftest import ROOT, edit, tiny_qwen3
 from peft import PeftModel
 
-from envs import BadInput, Env
+from envs import BadInput, DoesNotFit, Env
 from envs.keydoor import HOUSES, KeyDoor
 from funnel import editors, rounds
 from funnel import run as run_
@@ -122,12 +122,19 @@ def test_the_state_gate_is_strict(gate_run, after, accepted):
     assert accepted or "validation success" in found["reason"]
 
 
-def test_a_candidate_that_cannot_be_played_is_rejected_with_the_reason(gate_run):
+@pytest.mark.parametrize("error, rejected", [(DoesNotFit("no first prompt fits"), True),
+                                             (BadInput("the environment broke in every episode"), False)])
+def test_a_candidate_that_cannot_be_played_is_rejected_with_the_reason(gate_run, error, rejected):
+    """A dead environment says nothing of the candidate, and ends the run."""
     def success(split, policy, state):
         if state:
-            raise BadInput("no first prompt fits")
+            raise error
         return 0.0
 
+    if not rejected:
+        with pytest.raises(BadInput, match="broke in every episode"):
+            rounds.evolve_state(gate_run(success), 1, 0, "")
+        return
     found = rounds.evolve_state(gate_run(success), 1, 0, "")
     assert not found["state_accepted"] and found["reason"] == "no first prompt fits"
 
