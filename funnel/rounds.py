@@ -274,6 +274,9 @@ def residual_state(run, policy, state) -> str:
     return retire(state, entries(state)) if entries(state) else state
 
 
+DESCRIPTION = "The Experience Funnel (arXiv 2609.08919). On keydoor, and without --env-options, the game has colours=4."
+
+
 def main(argv=None):
     argv = sys.argv[1:] if argv is None else argv
     if "--study" in argv:
@@ -282,4 +285,4 @@ def main(argv=None):
     from funnel.options import FunnelOptions, with_defaults
     from rl.options import parse
 
-    return rounds(with_defaults(parse(FunnelOptions, argv, "The Experience Funnel (arXiv 2609.08919).", common=FunnelOptions)))
+    return rounds(with_defaults(parse(FunnelOptions, argv, DESCRIPTION, common=FunnelOptions)))
