@@ -69,8 +69,8 @@ def sampler_gap(model, chat, firsts, news, keep) -> float:
             for n, action in zip(playing, act([prompts[n] for n in playing])):
                 add_turn(rows[n], prompts[n], action)
                 prompts[n] = prompts[n] + action + (news[n][turn] if turn < 2 else [])
-    except (AttributeError, IndexError, RuntimeError, TypeError):
-        if keep:  # a cache that cannot be packed, say: then without one
+    except (AttributeError, IndexError, RuntimeError, TypeError) as error:
+        if keep and not isinstance(error, torch.OutOfMemoryError):  # a cache that cannot be packed, say: then without one
             return float("inf")
         raise
     rows = [row for part in rows for row in part]

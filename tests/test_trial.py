@@ -13,7 +13,7 @@ from rl.trial import try_model
 SHAPE = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2,
          "head_dim": 16, "max_position_embeddings": 256, "eos_token_id": 2, "pad_token_id": 0, "bos_token_id": None,
          "initializer_range": 0.3}
-LATENT = {"q_lora_rank": None, "kv_lora_rank": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 12, "head_dim": 8,
+LATENT = {"q_lora_rank": None, "kv_lora_rank": 12, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 12, "head_dim": 8,
           "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 2,
           "moe_intermediate_size": 16}
 
