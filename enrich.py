@@ -86,6 +86,7 @@ class Schedule:
     seed: int = 0
     probability: float = 0.5
     mixed: bool = False
+    half: bool = False  # of each group exactly half, as the released code has its mixed groups
     anneal: bool = False  # ours: the probability falls linearly, from `probability` in step 1 to 0 in the last
     step: int = 1
 
@@ -93,6 +94,9 @@ class Schedule:
         self.kind(1)  # raises ValueError for what it does not know
         if not 0 <= self.probability <= 1:
             raise ValueError(f"--enrich-probability must lie in 0..1, got {self.probability}")
+        if self.half and (self.mixed or self.anneal or self.probability != 0.5):
+            raise ValueError("--enrich-half hints exactly half of every group: leave out --enrich-mixed, --enrich-anneal and "
+                             "--enrich-probability")
 
     def at(self, step):
         """The same schedule at another training step."""
@@ -107,6 +111,8 @@ class Schedule:
         """Is this episode of this step enriched?"""
         if self.strategy == "none":
             return False
+        if self.half:  # the even ones: the episodes of a group differ by the sampling alone, so any half is as good
+            return rollout % 2 == 0
         left = (self.total_steps - self.step) / max(self.total_steps - 1, 1) if self.anneal else 1.0
         if self.mixed:
             return rollout_is_enriched(self.seed, self.step, group, rollout, self.probability * left)

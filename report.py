@@ -23,7 +23,7 @@ from types import SimpleNamespace
 
 from envs import BadInput, plain
 from rl.evaluation import fixed_tasks
-from rl.logs import replace_file
+from rl.logs import is_final, replace_file, success_map
 from rl.options import schedule_of
 from rl.runs import Parser, cli
 
@@ -149,11 +149,14 @@ def curve(group, name, points_of, **more) -> list[dict]:
     return [{"group": group.n, "name": name, "points": points, "runs": lines, "seeds": len(each), **more, "smooth": smooth}]
 
 
-def successes(split, policy="trained", state=None, at=None):
-    """points_of for hint-free success, with its 95 % interval. `at`: the step, if not the line's own."""
+def successes(split, policy="trained", state=None, at=None, final=None):
+    """points_of for hint-free success, with its 95 % interval. `at`: the step, if not the line's own. final: of the run's end, or while
+    it trained; default: as the split says."""
+    final = split == "test" if final is None else final
+
     def points_of(run):
         rows = [row for row in run.evaluations if (row.get("split"), row.get("policy")) == (split, policy)
-                and not row.get("residual") and (state is None or bool(row.get("state")) == state)]
+                and is_final(row) == final and not row.get("residual") and (state is None or bool(row.get("state")) == state)]
         return [[row["step"] if at is None else at, finite(row["success"]), *interval(row)] for row in rows]
     return points_of
 
@@ -196,7 +199,9 @@ def charts(groups, distill) -> list[dict]:
     for group in groups:
         for words, state in (("state-free, ", False), ("with the state, ", True)) if distill else (("", None),):
             free += curve(group, f"{words}valid tasks", successes("valid", state=state))
+            free += curve(group, f"{words}test tasks while training", successes("test", state=state, final=False))
             free += curve(group, f"{words}test tasks", successes("test", state=state), mark=True)
+        free += curve(group, "test tasks, the best adapter", successes("test", "best"), mark=True)
         free += curve(group, "test tasks before training", successes("test", "base", state=False, at=0), mark=True)
         hinted = curve(group, "episodes with hints", metric("success_hinted", distill), smooth=True)
         kinds = hinted + curve(group, "episodes without", metric("success_plain", distill), smooth=True)
@@ -212,10 +217,34 @@ def charts(groups, distill) -> list[dict]:
     return [chart for chart in found if chart["series"]]
 
 
+def maps(run) -> list[dict]:
+    """Success of each task over time: of the episodes that training sampled, and of the evaluations while training."""
+    def episodes_of(rows):
+        return [(row["step"], row["task"], int(row["success"])) for row in rows
+                if isinstance(row.get("task"), str) and isinstance(row.get("success"), bool) and row["step"] >= 1]
+
+    def outcomes_of(rows):
+        return [(n + 1, task, share) for n, row in enumerate(rows) if isinstance(row.get("outcomes"), dict)
+                for task, value in row["outcomes"].items() if (share := finite(value)) is not None and 0 <= share <= 1]
+
+    curve_rows = [row for row in run.evaluations if row.get("policy") == "trained" and row.get("split") in ("valid", "test")
+                  and not is_final(row)]
+    found = []
+    for title, x, points, bins, starts_of in (
+            ("Training tasks over time (sampled episodes)", "training steps in bins", episodes_of(run.rollouts), 20, list),
+            ("Tasks of the evaluations while training, without hints", "the evaluations", outcomes_of(curve_rows), 10 ** 9,
+             lambda starts: [curve_rows[n - 1]["step"] for n in starts])):
+        tasks, starts, grid = success_map(points, bins)
+        if 1 < len(tasks) <= 1000 and len(starts) > 1:
+            found.append({"title": title, "x": x, "rows": list(map(text, tasks)), "columns": starts_of(starts),
+                          "grid": [list(map(finite, line)) for line in grid]})
+    return found
+
+
 def about_run(run) -> dict:
     """A run as a line of the table, with its options."""
     played = {name: points[-1] for name, split, policy in (
-        ("base", "test", "base"), ("trained", "test", "trained"), ("valid", "valid", "trained"))
+        ("base", "test", "base"), ("trained", "test", "trained"), ("best", "test", "best"), ("valid", "valid", "trained"))
         if (points := successes(split, policy, state=False)(run))}
     done = max((row["step"] for row in (run.rounds if run.distill else run.metrics)), default=0)
     return {"name": run.name, "group": run.group, "distill": run.distill, "done": done, "seed": text(run.config.get("seed")),
@@ -292,6 +321,7 @@ def page(runs) -> str:
     data = {"title": runs[0].name if len(runs) == 1 else f"{len(runs)} runs",
             "groups": [{"label": group.label, "runs": len(group.runs)} for group in groups],
             "runs": list(map(about_run, runs)), "charts": charts(groups, False) + charts(groups, True),
+            "maps": maps(runs[0]) if len(runs) == 1 and not runs[0].distill else [],
             "episodes": episodes(runs, lambda string: strings.setdefault(string, len(strings))), "strings": list(strings)}
     template = TEMPLATE.read_text()
     policy = "default-src 'none'; base-uri 'none'; form-action 'none'"

@@ -16,8 +16,9 @@ it was.
                                    means, and the difference to the first arm, paired by seed
     results/<name>/study.md, study.png                  the same as a table and a picture
 
-final: success on the test tasks after the last step. peak: the best evaluation on the valid tasks, which is what papers
-often report; it rises with the number of evaluations alone. Both are hint-free. An interval is Student's t over seeds
+final: success on the test tasks after the last step. peak: the best evaluation while training (--eval-split), which is what
+papers often report; it rises with the number of evaluations alone. final of the best adapter: that evaluation's adapter on the
+test tasks. All are hint-free. An interval is Student's t over seeds
 (95 %); it knows nothing of other tasks, models and settings.
 """
 import concurrent.futures
@@ -34,15 +35,16 @@ from pathlib import Path
 
 from enrich import STRATEGIES
 from envs import BadInput
-from rl.logs import picture, read, replace_file
+from rl.logs import is_final, picture, read, replace_file
 from rl.options import Config, parse, schedule_of_run
 from rl.runs import Parser, about, cli, commit
 
 HERE = Path(__file__).parent
-MODIFIERS = {"mixed": ["--enrich-mixed"], "anneal": ["--enrich-anneal"], "positive": ["--enrich-positive-only"],
+MODIFIERS = {"mixed": ["--enrich-mixed"], "half": ["--enrich-half"], "anneal": ["--enrich-anneal"], "positive": ["--enrich-positive-only"],
              "stripped": ["--enrich-train-context", "stripped"], "ratio": ["--enrich-train-context", "stripped-ratio"]}
 T975 = [math.nan, 12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131]
-MEANS = {"final": "final", "valid": "the same on valid tasks", "peak": "peak", "clean": "final without an invalid action",
+MEANS = {"final": "final", "valid": "the same on valid tasks", "peak": "peak",
+         "best": "final of the best adapter", "clean": "final without an invalid action",
          "success_hinted": "training episodes with hints, at the end", "success_plain": "without",
          "final_with_state": "final with the state"}  # figures of a run that are averaged over seeds -> title in the table
 
@@ -67,13 +69,14 @@ def read_run(folder) -> dict | None:
     """What a study keeps of a finished run; None if it is not finished."""
     evaluations = [row for row in read(folder / "evaluations.jsonl") if not row.get("residual")]
     rows = [row for row in evaluations if not row.get("state")]
-    tests = {row["policy"]: row for row in rows if row["split"] == "test"}
-    if set(tests) != {"base", "trained"}:
+    tests = {row["policy"]: row for row in rows if is_final(row) and row["split"] == "test"}
+    if not {"base", "trained"} <= set(tests):
         return None
-    curve = [[row["step"], row["success"]] for row in rows if row["split"] == "valid"]
+    curve = [[row["step"], row["success"]] for row in rows if not is_final(row)]
     final, metrics = tests["trained"], read(folder / "metrics.jsonl")
     run = {"base": tests["base"]["success"], "final": final["success"], "curve": curve,
            "valid": curve[-1][1] if curve else None, "peak": max([success for _, success in curve], default=None),
+           "best": tests.get("best", final)["success"] if curve else None,
            "clean": final["clean_success"], "commit": about(folder)["commit"]}
     for row in evaluations:
         if row.get("state") and (row["split"], row["policy"]) == ("test", "trained"):

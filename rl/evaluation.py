@@ -38,9 +38,9 @@ def evaluate(act, chat, envs, tasks, *, samples: int = 1, enriched: bool = False
     An episode whose environment broke counts as no success; where all broke, BadInput is raised, as a 0 would say something
     else. The interval treats episodes as independent: with samples > 1 they are not quite, and it is too narrow. Returns
     success, interval, episodes, clean_success (success without an invalid action before it), score (mean of the benchmark's
-    own score, 0 to 100 on ScienceWorld, else of the return), valid_action_fraction, turns, env_errors; abstain_turns and
-    abstained, summed, where the benchmark asks what cannot be done; success_by_name where the tasks have several names; and
-    pass@k for samples > 1.
+    own score, 0 to 100 on ScienceWorld, else of the return), valid_action_fraction, turns, env_errors; outcomes, each task's own
+    success; abstain_turns and abstained, summed, where the benchmark asks what cannot be done; success_by_name where the tasks
+    have several names; and pass@k for samples > 1.
     """
     requests = [Request(task, group=n, seed=n, enriched=enriched) for n, task in enumerate(tasks) for _ in range(samples)]
     played = rollout(act, chat, envs, requests, **limits)
@@ -60,8 +60,9 @@ def evaluate(act, chat, envs, tasks, *, samples: int = 1, enriched: bool = False
     if len(set(names)) > 1:
         result["success_by_name"] = {name: sum(t.success for t, own in zip(played, names) if own == name) / names.count(name)
                                      for name in sorted(set(names))}
+    correct = [sum(t.success for t in played[n:n + samples]) for n in range(0, len(played), samples)]
+    result["outcomes"] = {task: c / samples for task, c in zip(tasks, correct)}
     if samples > 1:
-        correct = [sum(t.success for t in played[n:n + samples]) for n in range(0, len(played), samples)]
         result["pass@k"] = {k: sum(pass_at_k(samples, c, k) for c in correct) / len(correct)
                             for k in (2 ** n for n in range(samples.bit_length())) if k <= samples}
     return result

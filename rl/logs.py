@@ -137,6 +137,26 @@ def picture(path, *shape, rect=None, **how):
     pyplot.close(figure)
 
 
+def success_map(episodes, bins: int):
+    """(tasks from hard to easy, the first step of each bin, for each task its mean success in each bin, or None).
+
+    episodes: (step from 1 on, task, success as a number), such as rollouts.jsonl holds; `bins`: parts of training at most.
+    """
+    episodes = list(episodes)
+    last = max((step for step, _, _ in episodes), default=0)
+    width, cells, tasks = max(1, math.ceil(last / bins)), {}, {}
+    for step, task, success in episodes:
+        cells.setdefault((task, (step - 1) // width), []).append(success)
+        tasks.setdefault(task, []).append(success)
+    order, starts = sorted(tasks, key=lambda task: (mean(tasks[task]), task)), list(range(1, last + 1, width))
+    return order, starts, [[mean(own) if (own := cells.get((task, n))) else None for n in range(len(starts))] for task in order]
+
+
+def is_final(row) -> bool:
+    """Is this line of evaluations.jsonl of the end of its run? (Where it does not say: every one on test tasks is.)"""
+    return row.get("final", row.get("split") == "test")
+
+
 def draw_curve(folders, path):
     """Training reward and hint-free success over steps: one run with its intervals, or several laid over each other."""
     with picture(path, figsize=(6.4, 3.6)) as (_, axes):
@@ -145,8 +165,9 @@ def draw_curve(folders, path):
             colour, name = f"C{number}", folder.name if len(folders) > 1 else ""
             axes.plot([row["step"] for row in metrics], [row["reward"] for row in metrics], color=colour, alpha=0.25,
                       label=None if name else "training reward")
-            for split, marker in (("valid", "o-"), ("test", "s")):
-                rows = [row for row in evaluations if row["split"] == split and row["policy"] == "trained"]
+            for split, final, marker in (("valid", False, "o-"), ("test", False, "o-"), ("test", True, "s")):
+                rows = [row for row in evaluations if row["split"] == split and row["policy"] == "trained"
+                        and is_final(row) == final]
                 if rows:
                     errors = [[abs(row["success"] - row["interval"][side]) for row in rows] for side in (0, 1)]
                     axes.errorbar([row["step"] for row in rows], [row["success"] for row in rows], None if name else errors,

@@ -153,6 +153,19 @@ def foreign(folder) -> str:
     return ""
 
 
+@contextmanager
+def other_adapter(model, folder):
+    """Inside, the policy's adapter is the one saved in `folder`, of the same shape."""
+    from peft import get_peft_model_state_dict, load_peft_weights, set_peft_model_state_dict
+
+    own = {name: tensor.clone() for name, tensor in get_peft_model_state_dict(model).items()}
+    set_peft_model_state_dict(model, load_peft_weights(str(folder), device=str(model.device)))
+    try:
+        yield
+    finally:
+        set_peft_model_state_dict(model, own)
+
+
 def adapter_base(folder: str) -> str | None:
     """The name of the base model that an adapter in `folder` was trained on, or None if it holds no adapter."""
     path = os.path.join(folder, "adapter_config.json")

@@ -93,11 +93,14 @@ class Learning(Playing):
 class Config(Learning, Hints):
     enrich_probability: float = option(0.5, "chance that a group of episodes is enriched")
     enrich_mixed: bool = option(False, "a coin for each episode instead of each group (the paper's ablation)")
+    enrich_half: bool = option(False, "hints for exactly half of the episodes of every group (the released code's mixed groups)")
     enrich_anneal: bool = option(False, "ours: the chance falls linearly to 0 over training")
     enrich_positive_only: bool = option(False, "ours: negative advantages are set to 0, in every episode")
     enrich_train_context: str = option("as-sampled", "as-sampled, or ours: stripped or stripped-ratio (train without the hints)")
-    eval_every: int = option(10, "evaluate on valid tasks of the standard environment every so many steps (0: never)")
+    eval_every: int = option(10, "evaluate on tasks of the standard environment every so many steps (0: never)")
+    eval_split: str = option("valid", "of these evaluations: valid, or test, as the paper's peak is of the tasks it reports")
     save_every: int = option(10, "checkpoint every so many steps; the last step always")
+    keep_every: int = option(0, "keep the adapter of every so many steps, in adapters/STEP/ (0: none), for tools/probe.py")
     tensorboard: bool = option(False, "write TensorBoard files into the run's folder too")
 
 
@@ -130,10 +133,10 @@ def refuse_bad_values(config):
     """Refuse what cannot work, before anything is loaded or written. A program has some of these options."""
     at_least = {"steps": 0, "group": 2, "tasks_per_step": 1, "minibatches": 1, "micro_batch_tokens": 1, "lora_rank": 1,
                 "max_turns": 0, "max_new_tokens": 1, "max_context": 2, "num_envs": 1, "eval_every": 0,
-                "eval_episodes": 1, "save_every": 1, "warm_start_steps": 1, "warm_start_batch": 1, "log_tokens": 0}
+                "eval_episodes": 1, "save_every": 1, "keep_every": 0, "warm_start_steps": 1, "warm_start_batch": 1, "log_tokens": 0}
     why = {"group": ": an advantage compares the episodes of a group"}
     zero = {"temperature": "greedy", "eval_temperature": "greedy", "importance_cap": "off", "step_timeout": "no limit"}
-    choices = {"bits": (0, 4, 16, 32), "optimizer": ("adamw", "paged_adamw_8bit"), "warm_start": ("", "random", "gold"),
+    choices = {"bits": (0, 4, 16, 32), "optimizer": ("adamw", "paged_adamw_8bit"), "warm_start": ("", "random", "gold"), "eval_split": ("valid", "test"),
                "enrich_train_context": ("as-sampled", "stripped", "stripped-ratio")}
     for name, value in vars(config).items():
         flag = f"--{name.replace('_', '-')}"
@@ -194,7 +197,7 @@ def schedule_of(config, total_steps=1, **more) -> Schedule:
 def schedule_of_run(config) -> Schedule:
     """The schedule of a training run from its `Config`."""
     return schedule_of(config, config.steps, seed=config.seed, probability=config.enrich_probability,
-                       mixed=config.enrich_mixed, anneal=config.enrich_anneal)
+                       mixed=config.enrich_mixed, half=config.enrich_half, anneal=config.enrich_anneal)
 
 
 def limits_of(config, env) -> dict:

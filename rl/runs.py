@@ -6,6 +6,7 @@
         evaluations.jsonl   one line an evaluation       curve.png
         tokens.jsonl        with --log-tokens N: N episodes a step once more, with their tokens (tokens.py)
         adapter/            the trained adapter in PEFT's format
+        adapter-best/       that of the best evaluation while training; adapters/STEP/: with --keep-every
         checkpoint/         adapter, optimizer and step: written beside, then renamed; checkpoint.old/ is the one before
 """
 import argparse
@@ -27,7 +28,7 @@ from pathlib import Path
 from safetensors import SafetensorError
 
 from envs import BadInput, plain
-from rl.logs import keep_rows, read, replace_file
+from rl.logs import is_final, keep_rows, read, replace_file
 
 
 # The command line
@@ -92,7 +93,7 @@ def run_folder(config, algorithm, resuming=None):
                 before.rename(folder)
 
 
-FREE = {"steps", "out", "resume", "overwrite", "lr", "save_every", "eval_every", "eval_episodes", "eval_temperature",
+FREE = {"steps", "out", "resume", "overwrite", "lr", "save_every", "keep_every", "eval_every", "eval_episodes", "eval_temperature",
         "micro_batch_tokens", "gradient_checkpointing", "num_envs", "tensorboard", "step_timeout", "preset",
         "log_tokens"}  # options that a resumed run may change; with another num_envs it draws other samples
 
@@ -127,7 +128,7 @@ def last_step(folder, config, algorithm) -> int:
     step = checkpoint_step(folder)
     if step > config.steps:
         raise BadInput(f"the checkpoint in {folder} is of step {step}, after --steps {config.steps}: pass --steps {step} or more")
-    done = [row["step"] for row in read(folder / "evaluations.jsonl") if row["split"] == "test"]
+    done = [row["step"] for row in read(folder / "evaluations.jsonl") if is_final(row)]
     if step >= config.steps and config.steps in done:
         raise BadInput(f"the run in {folder} has done its {step} steps; to go on, raise --steps")
     for name in ("metrics.jsonl", "rollouts.jsonl", "evaluations.jsonl", "tokens.jsonl"):
@@ -209,6 +210,15 @@ def save_checkpoint(folder, model, optimizer, step):
         shutil.rmtree(old, ignore_errors=True)
         current.rename(old)
     new.rename(current)
+
+
+def save_adapter(model, folder):
+    """The policy's adapter alone: written beside, then renamed."""
+    beside = folder.with_name(folder.name + ".new")
+    shutil.rmtree(beside, ignore_errors=True)
+    model.save_pretrained(beside, selected_adapters=["default"])
+    shutil.rmtree(folder, ignore_errors=True)
+    beside.rename(folder)
 
 
 def sums(checkpoint) -> dict[str, str]:

@@ -21,13 +21,13 @@ import torch
 from tqdm import tqdm
 
 from envs import BadInput, make_env, parse_options, split_tasks
-from rl.evaluation import evaluate, fixed_tasks, success_table
 from rl.learner import UpdateOptions, update
-from rl.logs import append, draw_curve, episode_metrics, read, record, speed, tensorboard
+from rl.logs import append, episode_metrics, record, speed, tensorboard
 from rl.options import limits_of, schedule_of_run
 from rl.policy import first_policy
+from rl.results import Evaluations
 from rl.rollout import Request, refuse_if_hopeless, rollout
-from rl.runs import interrupts, run_folder, save_checkpoint
+from rl.runs import interrupts, run_folder, save_adapter, save_checkpoint
 from rl.sampling import sampler
 from rl.stripped import train_context
 from rl.tokens import log_step_tokens, watch
@@ -129,15 +129,9 @@ def train(config, algorithm):
         model, chat, optimizer = first_policy(config, algorithm, options, folder, first_step, tasks["train"], limits)
         act = sampler(model, chat, temperature=config.temperature, max_new_tokens=config.max_new_tokens)
         test_act = sampler(model, chat, temperature=config.eval_temperature, max_new_tokens=config.max_new_tokens)
-
-        def success(step, split, policy="trained"):
-            torch.manual_seed(config.seed)
-            result = evaluate(test_act, chat, envs, fixed_tasks(tasks[split], config.eval_episodes), **limits)
-            append(folder / "evaluations.jsonl", {"step": step, "split": split, "policy": policy, **result})
-            to_board({f"success/{split}": result["success"]}, step)
-            return result
-
-        valid = success(0, "valid")["success"] if config.eval_every and first_step == 1 else None
+        evaluations = Evaluations(config, folder, test_act, chat, envs, tasks, limits, to_board)
+        if config.eval_every and first_step == 1:
+            evaluations.while_training(0, model)
         trainer = Step(config, algorithm, model, optimizer, chat)
         bar = tqdm(range(first_step, config.steps + 1), initial=first_step - 1, total=config.steps, disable=None)
         for step in bar:
@@ -171,33 +165,26 @@ def train(config, algorithm):
                 log_step_tokens(folder / "tokens.jsonl", chat, step, batch, advantages_N, watched)
 
             # Evaluate, without hints
-            if config.eval_every and step % config.eval_every == 0:
-                valid = success(step, "valid")["success"]
+            best = config.eval_every and step % config.eval_every == 0 and evaluations.while_training(step, model)
 
             # Save; Ctrl-C ends the run here
             stop = stopping()
-            if step % config.save_every == 0 or step == config.steps or stop:
+            if step % config.save_every == 0 or step == config.steps or stop or best:
                 save_checkpoint(folder, model, optimizer, step)
+            if config.keep_every and step % config.keep_every == 0:
+                save_adapter(model, folder / "adapters" / f"{step:06d}")
             if stop:
                 raise KeyboardInterrupt(f"stopped after step {step}, which is saved: the same command with --resume goes on")
-            known = "-" if valid is None else f"{valid:.3f}"
             if not sys.stderr.isatty():  # no bar there
-                print(f"step {step}/{config.steps} reward {metrics['reward']:.3f} success on valid tasks {known}", flush=True)
-            bar.set_postfix(reward=f"{metrics['reward']:.2f}", success=known)
+                print(f"step {step}/{config.steps} reward {metrics['reward']:.3f} success on {config.eval_split} tasks "
+                      f"{evaluations.last}", flush=True)
+            bar.set_postfix(reward=f"{metrics['reward']:.2f}", success=evaluations.last)
             to_board(metrics, step)
 
-        # The result: base model and trained policy on test tasks
-        model.save_pretrained(folder / "adapter", selected_adapters=["default"])
-        base = next((row for row in read(folder / "evaluations.jsonl") if row["policy"] == "base"), None)
-        if base is None:
-            with model.disable_adapter():
-                base = success(0, "test", policy="base")
-        final = success(config.steps, "test")
-        draw_curve([folder], folder / "curve.png")
+        table = evaluations.at_the_end(model)
     for env in envs:
         env.close()
-    trained = f"after {config.steps} steps" if config.steps else "after the warm start"
-    print("\n" + success_table(" ".join([config.env, *config.env_options]), [("base model", base), (trained, final)]))
+    print(f"\n{table}")
     if (folder / "report.html").exists():
         print(f"{folder}/report.html shows an earlier state of the run: python report.py {folder} makes it anew")
     print(f"{folder}/ holds {', '.join(sorted(path.name for path in folder.iterdir()))}")

@@ -128,6 +128,14 @@ def test_mixed_groups_have_a_coin_for_each_rollout():
     assert groups[3] == [rollout_is_enriched(0, 1, 3, n) for n in range(8)]
 
 
+def test_half_of_every_group():
+    schedule = Schedule("ag-early", half=True)
+    assert all(sum(schedule.at(step).enriched(group, n) for n in range(8)) == 4 for step in range(1, 4) for group in range(5))
+    for more in ({"mixed": True}, {"anneal": True}, {"probability": 0.3}):
+        with pytest.raises(ValueError, match="--enrich-half"):
+            Schedule("ag-early", half=True, **more)
+
+
 def test_annealing_ends_at_zero():
     schedule = Schedule("ag-early", total_steps=5, probability=0.8, anneal=True)
     shares = [sum(schedule.at(step).enriched(group, 0) for group in range(3000)) / 3000 for step in range(1, 6)]

@@ -55,6 +55,7 @@ def test_evaluations_tell_clean_success_abstention_and_success_by_name(tmp_path)
     result = evaluation.evaluate(act, chat, [Asking() for _ in range(3)], tasks, max_turns=2)
     assert (result["success"], result["clean_success"]) == (0.75, 0.5)
     assert (result["abstain_turns"], result["abstained"]) == (1, 1)
+    assert result["outcomes"] == {"moon/0": 1.0, "car/0": 0.0, "cart/0": 1.0, "cart/1": 1.0}
     assert result["success_by_name"] == {"moon": 1.0, "car": 0.0, "cart": 1.0}
     assert "abstain_turns" not in evaluation.evaluate(act, chat, [Asking()], tasks[1:], max_turns=2)
     played = rollout(act, chat, [Asking()], [Request(task) for task in tasks], max_turns=2)

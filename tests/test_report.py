@@ -106,6 +106,21 @@ def test_a_run_is_one_page(tmp_path, capsys):
                                  ("ash/train-2", ["A door.", "", "open", "The alarm rings.", 1])]
 
 
+def test_a_page_of_one_run_maps_tasks_over_time(tmp_path):
+    run = make_run(tmp_path / "run", [{**episode(task=task), "step": step, "success": success} for step, task, success in (
+        (1, "a", False), (1, "b", True), (2, "a", True), (2, "b", True))])
+    with open(run / "evaluations.jsonl", "a") as file:
+        for step, share in ((20, 0.0), (30, 1.0)):
+            file.write(json.dumps({"step": step, "split": "test", "policy": "trained", "final": False, "success": share,
+                                   "outcomes": {"x": share, "y": 1.0, "<b>": "no number"}}) + "\n")
+    sampled, tested = made(tmp_path, run).data["maps"]
+    assert (sampled["rows"], sampled["columns"], sampled["grid"]) == (["a", "b"], [1, 2], [[0, 1], [1, 1]])
+    assert (tested["rows"], tested["columns"][-2:], [line[-2:] for line in tested["grid"]]) == (["x", "y"], [20, 30], [[0, 1], [1, 1]])
+    titles = {s["name"] for s in made(tmp_path, run).data["charts"][0]["series"]}
+    assert "test tasks while training" in titles
+    assert made(tmp_path, run, make_run(tmp_path / "two")).data["maps"] == []
+
+
 def test_seeds_are_one_group_and_other_options_another(tmp_path):
     runs = [make_run(tmp_path / f"a{seed}", seed=seed, gain=gain, commit=f"c{seed}", out=f"a{seed}")
             for seed, gain in enumerate((0.0, 0.1, 0.2))]
