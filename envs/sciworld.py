@@ -9,8 +9,9 @@ Deviations from FEE's setting
  2. The list of available actions is a list of templates in the system prompt, and the names of the objects at hand
     in each observation. Every valid action in full would be 300-1200 lines a turn: ask `admissible_actions()`.
  3. guidance="next" is ours: the paper shows the first three gold actions whatever was done since. Gold steps that open what is open
-    already are left out of the path, for hints, warm starts and gold play alike: the released code leaves out for its hints the door
-    before "go to", and so do we under "easy", where these are all such steps. The caution's words are ours.
+    already change nothing but the clock and are left out, as the released code leaves out "open door" before "go to" in its hints
+    (under "easy" these are all such steps); here also in gold play, but not in identify-life-stages-*, where the clock decides: a
+    path that is a move early finds no adult tree. The caution's words are ours.
  4. Goal progress loses the simulator's class names. It still lists the goals that are open, so it leaks a plan.
 Deviations from the package, all in how it is driven
  5. An ambiguous request ("Please enter the number...") is answered 0 in the same turn, as the simulator's own
@@ -54,7 +55,7 @@ ELECTRICAL = "\nconnect OBJ to OBJ | disconnect OBJ (only where the task is abou
 
 _lock = threading.RLock()   # around every use of the JVM: calls from two threads at once corrupt its state silently
 _java = None                # the JVM of this process, started by the first call that needs it
-_gold: dict[tuple[str, int, str], list[str]] = {}   # (task, variation, simplifications) -> gold actions that change something
+_gold: dict[tuple[str, int, str], list[str]] = {}   # (task, variation, simplifications) -> gold actions
 TARGETS = {"lifespan-longest-lived": ("long",), "lifespan-shortest-lived": ("short",),
            "lifespan-longest-lived-then-shortest-lived": ("long", "short")}     # what the simulator calls the right animals
 
@@ -272,7 +273,8 @@ class SciWorld(Env):
     def action_guidance(self):
         """A caution and three gold actions: the first three of the path ("first-three"), or those that follow what
         was done of it so far ("next"). None without a gold path, or with nothing left to say."""
-        actions = self._gold_path() if self.guidance == "first-three" else self._gold_left()
+        path = self._gold_path()
+        actions = without_openings(path, self.simplifications) if self.guidance == "first-three" else self._gold_left()
         return self.phrase(actions[:3]) if actions else None
 
     def phrase(self, actions):
@@ -327,7 +329,8 @@ class SciWorld(Env):
                     server = java.interface()
                     java.load(server, *self._loaded, gold=True)
                     actions = [action for action in server.getGoldActionSequence() if not action.isdecimal()]
-                    _gold[self._loaded] = without_openings(actions, self.simplifications)
+                    timed = self._loaded[0].startswith("identify-life-stages")
+                    _gold[self._loaded] = actions if timed else without_openings(actions, self.simplifications)
         return _gold[self._loaded]
 
     def _gold_left(self):
