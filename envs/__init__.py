@@ -24,6 +24,7 @@ class Env:
     system_prompt: str = ""
     max_turns: int = 30  # the usual limit of this benchmark; the caller counts the turns
     tools: list[dict] | None = None  # JSON schemas of functions that the chat template lists, or None
+    tool_call_form: str | None = "json"  # how hints and gold actions write calls (toolcalls.py); the caller sets the template's
 
     @classmethod
     def tasks(cls, split: str, **options) -> list[str]:

@@ -13,11 +13,11 @@ Turns with empty ground truth (the right act is to ask, not to call) are not sco
 `abstain_turns` seen so far, and `abstained`, those of them that ended with no call executed. Three of the 203 in each
 miss_* category (indices 167 and 180, last turns) are gaps in the data; base and long_context have them too.
 
-The model's text is parsed, never executed: `ast.parse` (or JSON), literal arguments, the method looked up by name.
+The model's text is parsed, never executed (envs/toolcalls.py): literal arguments, the method looked up by name.
 Differences from the official harness (bfcl-eval 2026.3.23):
  1. A malformed call (text that starts like one but does not parse) is an invalid action: it says why, counts as one of
     the 20 steps, and the turn goes on. Officially, what does not parse ends the turn, as prose does here.
- 2. Arguments must be literals. Officially a bare name becomes a string, arithmetic is evaluated, and a nested call
+ 2. Arguments must be literals or bare names, which are strings. Officially arithmetic is evaluated, too, and a nested call
     runs. Text over 10,000 characters after thinking is invalid.
  3. Positional arguments count, as in the ground truth. Officially the ground truth's count, the model's are lost.
  4. Only the task's functions are callable. Officially, the model's text also reaches Python's built-ins.
@@ -32,7 +32,6 @@ As officially, a hidden function is undocumented, not blocked: a call of it runs
 Hints follow FEE (arXiv 2609.08404). Guidance is the first ground-truth call of a user turn; ours in addition is
 `guidance="next"`: the first call not yet made, at any step. Enrichment explains what the last calls did.
 """
-import ast
 import contextlib
 import copy
 import functools
@@ -40,12 +39,11 @@ import hashlib
 import importlib
 import inspect
 import json
-import re
-import warnings
-from collections import Counter, namedtuple
+from collections import Counter
 from pathlib import Path
 
 from envs import BadInput, Env, refuse_unknown
+from envs.toolcalls import Call, InvalidAction, parse_calls, parse_tool_calls, write_tool_call
 
 CATEGORIES = ("base", "miss_func", "miss_param", "long_context")      # 200 tasks each
 MAX_STEPS = 20          # model outputs in one user turn; one more fails the episode
@@ -65,13 +63,6 @@ To call functions, write one list of calls and nothing else, with literal values
 Functions (JSON, one a line):
 """
 ADDED_FUNCTIONS = "You can now also use these functions (JSON, one a line):\n{}\nPlease try again."
-
-
-Call = namedtuple("Call", "name args kwargs")     # positional arguments as a tuple, the others as a dict
-
-
-class InvalidAction(Exception):
-    """The model tried to call a function, but what it wrote is no call."""
 
 
 @functools.cache
@@ -117,7 +108,7 @@ def public_methods(instances: dict) -> dict:
 def run_call(call: Call, methods: dict) -> str:
     """The result as the official executor writes it. An unknown name or a failing method is a result too."""
     if call.name not in methods:
-        return f"Error during execution: name '{call.name}' is not defined"
+        return f"Error during execution: name '{call.name.partition('.')[0]}' is not defined"
     size = bound_arguments(call, methods).get(COSTLY.get(call.name), 0)
     if not (isinstance(size, (int, float)) and abs(size) <= 1000):
         return f"Error during execution: {COSTLY[call.name]} must be a number between -1000 and 1000"
@@ -140,51 +131,6 @@ def bound_arguments(call: Call, methods: dict, defaults: bool = False) -> dict:
     if defaults:
         bound.apply_defaults()
     return dict(bound.arguments)
-
-
-def parse_calls(text: str) -> list[Call]:
-    """`[f(a=1), g("x")]` as calls; a missing outer bracket is forgiven. [] means: no call, the turn is over.
-    Raises InvalidAction for what starts like a call and is none."""
-    text = text.strip("` \t\r\n")
-    looks_like_calls = re.match(r"\[|[^\W\d][\w.]*\(", text)
-    text = ("" if text.startswith("[") else "[") + text + ("" if text.endswith("]") else "]")
-    try:
-        with warnings.catch_warnings(action="ignore"):  # about the model's text: not for the terminal
-            nodes = ast.parse(text, mode="eval").body
-        if not isinstance(nodes, ast.List):
-            raise InvalidAction("expected one list of calls")
-        return [_literal_call(node) for node in nodes.elts]
-    except (InvalidAction, SyntaxError, ValueError, TypeError, RecursionError, MemoryError) as error:
-        if not looks_like_calls:
-            return []
-        reason = error if isinstance(error, InvalidAction) else "it does not parse, or an argument is no literal value"
-        raise InvalidAction(reason) from error
-
-
-def _literal_call(node: ast.AST) -> Call:
-    if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name):
-        raise InvalidAction("every item of the list must be a call of a function by its name")
-    names = [keyword.arg for keyword in node.keywords]
-    if None in names or len(set(names)) < len(names):
-        raise InvalidAction(f"an argument of {node.func.id} is given twice, or with stars")
-    return Call(node.func.id, tuple(ast.literal_eval(value) for value in node.args),
-                {keyword.arg: ast.literal_eval(keyword.value) for keyword in node.keywords})
-
-
-def parse_tool_calls(text: str) -> list[Call]:
-    """`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, any number of them; [] means: no call."""
-    blocks = re.findall(r"<tool_call>(.*?)</tool_call>", text, re.DOTALL)
-    if len(blocks) != text.count("<tool_call>"):
-        raise InvalidAction("a <tool_call> is not closed")
-    calls = []
-    try:
-        for call in map(json.loads, blocks):
-            arguments = call["arguments"]
-            arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
-            calls.append(Call(call["name"] + "", (), {**arguments}))
-    except (ValueError, TypeError, KeyError, RecursionError) as error:
-        raise InvalidAction('a tool call must be {"name": "...", "arguments": {...}}') from error
-    return calls
 
 
 def same_state(instances: dict, gold_instances: dict) -> bool:
@@ -211,7 +157,7 @@ def json_schema(document):
 
 
 class BFCL(Env):
-    """Options: `format` "prompt" (a list of calls as text) or "native" (Hermes and Qwen3 tool calls, in JSON),
+    """Options: `format` "prompt" (a list of calls as text) or "native" (tool calls in the form of the model's chat template),
     `guidance` "first-call" or "next", and those of `tasks`.
 
     After `reset`, `system_prompt` holds the task's instructions; in the native format without the functions, which are
@@ -255,6 +201,8 @@ class BFCL(Env):
         entries, documents, _ = load_data()
         if task not in entries:
             raise BadInput(f"unknown task {task!r}: use category/index, such as base/17 or miss_func/103")
+        if self.format == "native" and self.tool_call_form is None:
+            raise BadInput("this model's chat template writes calls in a form that is not known here: use --env-options format=prompt")
         self._category, self._entry = task.split("/")[0], entries[task]
         self._gold = [[parse_calls(text)[0] for text in turn] for turn in self._entry["ground_truth"]]
         self._instances, self._gold_instances = (
@@ -263,6 +211,7 @@ class BFCL(Env):
         functions = [doc for name in self._entry["involved_classes"] for doc in documents[name]]
         self._added = {int(turn): [doc for doc in functions if doc["name"] in names]
                        for turn, names in self._entry.get("missed_function", {}).items()}
+        self._schemas = {doc["name"]: json_schema(doc["parameters"])["properties"] for doc in functions}
         shown = [doc for doc in functions if not any(doc in docs for docs in self._added.values())]
         if self.format == "native":
             self.system_prompt = SYSTEM_PROMPT
@@ -282,7 +231,7 @@ class BFCL(Env):
         try:
             if len(text) > MAX_CHARS:
                 raise InvalidAction(f"{len(text)} characters are too many")
-            calls = parse_tool_calls(text) if self.format == "native" else parse_calls(text)
+            calls = parse_tool_calls(text, self._schemas) if self.format == "native" else parse_calls(text)
             if not calls:
                 return self._end_turn()
             self._last = [(call, run_call(call, self._methods)) for call in calls]
@@ -367,8 +316,7 @@ class BFCL(Env):
         """Calls in the episode's format, every argument by its name."""
         named = [(call.name, bound_arguments(call, self._methods)) for call in calls]
         if self.format == "native":
-            return "\n".join("<tool_call>\n" + json.dumps({"name": name, "arguments": arguments}) + "\n</tool_call>"
-                             for name, arguments in named)
+            return "\n".join(write_tool_call(name, arguments, self.tool_call_form) for name, arguments in named)
         return "[" + ", ".join(f"{name}({', '.join(f'{key}={value!r}' for key, value in arguments.items())})"
                                for name, arguments in named) + "]"
 
@@ -379,10 +327,8 @@ class BFCL(Env):
         notes = []
         for call, result in self._last:
             owner = getattr(self._methods.get(call.name), "__self__", None)
-            if type(owner).__name__ == "GorillaFileSystem":
-                notes += _describe_files(owner, call.name, result)
-            elif type(owner).__name__ == "VehicleControlAPI":
-                notes += _describe_car(owner, call.name, result)
+            if describe := DESCRIBED.get(type(owner).__name__):
+                notes += describe(owner, call.name, result)
         return _encodable("\n".join(dict.fromkeys(notes))) or None
 
 
@@ -391,9 +337,7 @@ def _describe_files(files, name: str, result: str):
         yield f"{name} returned nothing, which means that it worked."
     yield f"Current directory: {files.pwd()['current_working_directory']}"
     if name in ("cd", "mkdir", "touch", "rm", "rmdir", "mv", "cp", "echo"):
-        names = list(files._current_dir.contents)
-        more = f" and {len(names) - MAX_LISTED} more" if len(names) > MAX_LISTED else ""
-        yield f"It contains: {', '.join(names[:MAX_LISTED]) or 'nothing'}{more}"
+        yield f"It contains: {_listed(files._current_dir.contents)}"
 
 
 def _describe_car(car, name: str, result: str):
@@ -409,6 +353,53 @@ def _describe_car(car, name: str, result: str):
         tires = {key[:-len("TirePressure")]: psi for key, psi in vars(car).items() if key.endswith("TirePressure")}
         yield (f"Tires (psi): {', '.join(f'{tire} {psi}' for tire, psi in tires.items())}; "
                f"lowest: {min(tires, key=tires.get)}; the mean should be 30 to 35.")
+
+
+def _describe_broker(broker, name: str, result: str):
+    if "not authenticated" in result:
+        yield "Nobody is logged in: trading_login comes first."
+    if name == "get_symbol_by_name" and "not found" in result:
+        yield f"Symbols that can be traded: {_listed(broker.stocks)}"
+    if name == "place_order" and "error" not in result.lower():
+        order = list(broker.orders.values())[-1]
+        yield (f"Order {order['id']} is now {order['status']}. At {order['price']} a share it comes to "
+               f"{order['price'] * order['amount']:.2f}; the market price of {order['symbol']} is {broker.stocks[order['symbol']]['price']}.")
+    if name in ("place_order", "cancel_order", "get_order_details", "get_order_history"):
+        orders = [f"{number} {order.get('status')}" for number, order in broker.orders.items() if isinstance(order, dict)]
+        yield f"Orders: {_listed(reversed(orders))}"
+    if name in ("place_order", "fund_account", "withdraw_funds", "trading_login"):
+        yield (f"Balance: {broker.account_info.get('balance')}. The market is {broker.market_status}"
+               f"{'' if broker.market_status == 'Open' else ': nothing can be withdrawn'}.")
+    if name in ("add_to_watchlist", "remove_stock_from_watchlist"):
+        yield f"Watch list: {_listed(broker.watch_list)}"
+
+
+def _describe_travel(travel, name: str, result: str):
+    if "oken" in result and "rror" in result or name == "authenticate_travel":      # Token expired, Invalid access token
+        usable = travel.access_token and travel.token_expires_in != 0
+        yield f"The access token is {travel.access_token}." if usable else "No access token is valid: authenticate_travel gives one."
+    if name in ("get_flight_cost", "book_flight") and ("airport" in result or "route" in result):
+        yield f"Airports: {_listed(travel.list_all_airports())}. Not every pair of them has a flight."
+    if name in ("get_flight_cost", "book_flight", "cancel_booking", "purchase_insurance", "register_credit_card", "set_budget_limit"):
+        cards = [f"{number} with {card.get('balance')}" for number, card in travel.credit_card_list.items()]
+        yield f"Cards: {_listed(reversed(cards))}"
+        limit = travel.budget_limit
+        yield "No budget limit is set." if limit is None else f"Budget limit: {limit}; a card with less than that books no flight."
+    if name in ("book_flight", "cancel_booking") or "Booking not found" in result:
+        bookings = [f"{number} {booking.get('travel_from')}-{booking.get('travel_to')}" for number, booking in travel.booking_record.items()]
+        yield f"Bookings: {_listed(reversed(bookings))}"
+    if name == "verify_traveler_information" and "verification_failure" in result:
+        yield (f"The traveler must be {travel.user_first_name} {travel.user_last_name}, 18 years old or more, "
+               "with a passport whose number begins with US.")
+
+
+def _listed(things) -> str:
+    names = [str(thing) for thing in things]
+    return (", ".join(names[:MAX_LISTED]) or "nothing") + (f" and {len(names) - MAX_LISTED} more" if len(names) > MAX_LISTED else "")
+
+
+DESCRIBED = {"GorillaFileSystem": _describe_files, "VehicleControlAPI": _describe_car,
+             "TradingBot": _describe_broker, "TravelAPI": _describe_travel}
 
 
 def _encodable(text: str) -> str:

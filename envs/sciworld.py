@@ -8,7 +8,10 @@ Deviations from FEE's setting
  1. Turn limits are the caller's: the package's own step limit is not used.
  2. The list of available actions is a list of templates in the system prompt, and the names of the objects at hand
     in each observation. Every valid action in full would be 300-1200 lines a turn: ask `admissible_actions()`.
- 3. guidance="next" is ours: the paper shows the first three gold actions whatever was done since.
+ 3. guidance="next" is ours: the paper shows the first three gold actions whatever was done since. Gold steps that open what is open
+    already change nothing but the clock and are left out, as the released code leaves out "open door" before "go to" in its hints
+    (under "easy" these are all such steps); here also in gold play, but not in identify-life-stages-*, where the clock decides: a
+    path that is a move early finds no adult tree. The caution's words are ours.
  4. Goal progress loses the simulator's class names. It still lists the goals that are open, so it leaks a plan.
 Deviations from the package, all in how it is driven
  5. An ambiguous request ("Please enter the number...") is answered 0 in the same turn, as the simulator's own
@@ -35,6 +38,7 @@ from envs import BadInput, Env, parse_action, refuse_unknown
 SIMPLIFICATIONS = ("teleportAction", "selfWateringFlowerPots", "openContainers", "openDoors", "noElectricalAction")
 SPLITS = {"train": "getVariationsTrain", "valid": "getVariationsDev", "test": "getVariationsTest"}
 AMBIGUOUS = "Ambiguous request"
+MOVE_LIMIT = 100    # the package's own `envStepLimit`; it does not end an episode here, and counts in `success_released_rule` alone
 
 PROMPT = """You are an agent in a text world of ten rooms, and you have a science task to carry out there.
 Each turn, answer with one action: alone on one line, or inside <action></action>."""
@@ -217,7 +221,7 @@ class SciWorld(Env):
             if self._java is not java:
                 self._java, self._server = java, java.interface()
             self._task, self._loaded = task, (name, int(number), self.simplifications)
-            self._actions, self._turns, self._score, self._done = [], 0, 0, False
+            self._actions, self._turns, self._score, self._done, self._released = [], 0, 0, False, None
             java.load(self._server, *self._loaded)
             self._simplified = java.simplifications
             java.place(self._simplified, task, 0)
@@ -227,8 +231,9 @@ class SciWorld(Env):
 
     def step(self, action):
         """`info` adds `score` (0..100, -100 after a wrong focus), `moves` (the simulator's clock: looking around and
-        invalid actions cost none) and `turns`. Raises SimulatorDied if the JVM has, RuntimeError if it failed
-        inside or if the episode is over: after its end the simulator would answer on."""
+        invalid actions cost none, "wait" costs 11), `turns` and `success_released_rule`: whether the score was above 0 when
+        FEE's released code would have ended the episode, at the simulator's end or after MOVE_LIMIT moves. Raises SimulatorDied
+        if the JVM has, RuntimeError if it failed inside or if the episode is over: after its end the simulator would answer on."""
         if self._done:
             raise RuntimeError("this episode is over: call reset()")
         command = parse_action(action)
@@ -249,7 +254,9 @@ class SciWorld(Env):
             if not terminated and self.admissible != "none":
                 text += f"\n\n{self._at_hand()}"
         self._done = terminated
-        self._actions += [command] if valid else []
+        self._actions.append(command)
+        if self._released is None and (terminated or moves > MOVE_LIMIT):
+            self._released = score > 0
         gained, self._score = score - self._score, score
         reward = gained / 100 if self.reward == "score" else float(success)
         return text, reward, terminated, False, self._info(success=success, valid=valid, score=score, moves=moves)
@@ -266,13 +273,13 @@ class SciWorld(Env):
     def action_guidance(self):
         """A caution and three gold actions: the first three of the path ("first-three"), or those that follow what
         was done of it so far ("next"). None without a gold path, or with nothing left to say."""
-        actions = self._gold_path() if self.guidance == "first-three" else self._gold_left()
+        path = self._gold_path()
+        actions = without_openings(path, self.simplifications) if self.guidance == "first-three" else self._gold_left()
         return self.phrase(actions[:3]) if actions else None
 
     def phrase(self, actions):
-        lead = "A way that works begins" if self.guidance == "first-three" else "A way that works goes on"
-        return ("Take care before you focus on anything: a wrong object ends the task in failure. "
-                f"{lead} with: {', then '.join(actions)}.")
+        lead = "Begin" if self.guidance == "first-three" else "Go on"
+        return f"Caution! {lead} with these actions, in this order: {', then '.join(actions)}."
 
     def observation_enrichment(self):
         """The simulator's list of sub-goals, reached and open."""
@@ -285,8 +292,9 @@ class SciWorld(Env):
         return "Goals ([x] is reached):\n" + "\n".join(goals) if goals else None
 
     def gold_action(self):
-        """The gold action after those executed so far; None at the end. The path was found without the others that were
-        executed between, and time may make it stale: a plant grows and changes its name."""
+        """The gold action after those taken so far; None at the end. The path was found without the others that were
+        taken between, and time may make it stale: a plant grows and changes its name. A step that the simulator has refused
+        is behind us too, or it would be named for ever."""
         return next(iter(self._gold_left()), None)
 
     def close(self):
@@ -307,7 +315,7 @@ class SciWorld(Env):
         return f"Objects here: {', '.join(here)}\nYou carry: {', '.join(carried) or 'nothing'}"
 
     def _info(self, **facts):
-        info = {**facts, "turns": self._turns}
+        info = {**facts, "turns": self._turns, "success_released_rule": bool(self._released)}
         if self.admissible == "full":
             info["admissible"] = self.admissible_actions()
         return info
@@ -320,15 +328,31 @@ class SciWorld(Env):
                 if self._loaded not in _gold:    # made by another thread meanwhile
                     server = java.interface()
                     java.load(server, *self._loaded, gold=True)
-                    _gold[self._loaded] = [action for action in server.getGoldActionSequence() if not action.isdecimal()]
+                    actions = [action for action in server.getGoldActionSequence() if not action.isdecimal()]
+                    timed = self._loaded[0].startswith("identify-life-stages")
+                    _gold[self._loaded] = actions if timed else without_openings(actions, self.simplifications)
         return _gold[self._loaded]
 
     def _gold_left(self):
-        """The path after the actions executed so far, in order and with any others between."""
+        """The path after the actions taken so far, in order and with any others between."""
         path, done = self._gold_path(), 0
         for action in self._actions:
             done += done < len(path) and action.lower().split() == path[done].lower().split()
         return path[done:]
+
+
+def without_openings(path: list[str], simplifications: str) -> list[str]:
+    """The path without the steps that open what the simplifications have opened; after the first closing they stay, as a door
+    has another name from its other side."""
+    chosen, kept = set(simplifications.split(",")), []
+    is_open = {"door": bool(chosen & {"easy", "openDoors"}), "container": "openContainers" in chosen}
+    for action in path:
+        verb, _, thing = action.partition(" ")
+        kind = "door" if thing.startswith("door") else "container"
+        is_open[kind] &= verb != "close"
+        if verb != "open" or not is_open[kind]:
+            kept.append(action)
+    return kept
 
 
 def cannot_be_done(name: str, simplifications: str) -> bool:

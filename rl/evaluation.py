@@ -39,8 +39,9 @@ def evaluate(act, chat, envs, tasks, *, samples: int = 1, enriched: bool = False
     else. The interval treats episodes as independent: with samples > 1 they are not quite, and it is too narrow. Returns
     success, interval, episodes, clean_success (success without an invalid action before it), score (mean of the benchmark's
     own score, 0 to 100 on ScienceWorld, else of the return), valid_action_fraction, turns, env_errors; outcomes, each task's own
-    success; abstain_turns and abstained, summed, where the benchmark asks what cannot be done; success_by_name where the tasks
-    have several names; and pass@k for samples > 1.
+    success; abstain_turns and abstained, summed, where the benchmark asks what cannot be done; success_released_rule, the success
+    that FEE's released code would count, where the environment tells it; success_by_name where the tasks have several names; and
+    pass@k for samples > 1.
     """
     requests = [Request(task, group=n, seed=n, enriched=enriched) for n, task in enumerate(tasks) for _ in range(samples)]
     played = rollout(act, chat, envs, requests, **limits)
@@ -56,6 +57,8 @@ def evaluate(act, chat, envs, tasks, *, samples: int = 1, enriched: bool = False
               "env_errors": sum(t.end == "env_error" for t in played)}
     if any("abstain_turns" in t.info for t in played):
         result |= {key: sum(t.info.get(key, 0) for t in played) for key in ("abstain_turns", "abstained")}
+    if any("success_released_rule" in t.info for t in played):
+        result["success_released_rule"] = sum(t.info.get("success_released_rule", False) for t in played) / len(played)
     names = [t.task.split("/")[0] for t in played]
     if len(set(names)) > 1:
         result["success_by_name"] = {name: sum(t.success for t, own in zip(played, names) if own == name) / names.count(name)
@@ -77,6 +80,8 @@ def success_table(env_name: str, rows, split: str = "test") -> str:
         low, high = r["interval"]
         lines.append(f"{name:<{width}}  {r['success']:>7.3f}  [{low:.3f}, {high:.3f}]  {r['score']:>7.3f}  "
                      f"{r['valid_action_fraction']:>10.3f}  {r['episodes']:>8}")
+        if "success_released_rule" in r:
+            lines.append(f"    success by the rule of the released code {r['success_released_rule']:.3f}")
         if "pass@k" in r:
             lines.append("    " + "  ".join(f"pass@{k} {share:.3f}" for k, share in r["pass@k"].items()))
     return "\n".join(lines)

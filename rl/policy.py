@@ -4,9 +4,10 @@ import pickle
 import sys
 
 import torch
+from jinja2 import TemplateError
 from safetensors import SafetensorError
 
-from envs import BadInput
+from envs import BadInput, env_class, toolcalls
 from rl.chat import Chat
 from rl.learner import make_optimizer
 from rl.model import add_lora, adapter_base, freeze_reference, load_adapter, load_model, load_reference
@@ -34,6 +35,7 @@ def load_policy(config, options, checkpoint=None):
         chat = tried_chat(model, tokenizer, config.thinking, config.max_context)
     except CANNOT_LOAD as error:
         raise BadInput(f"cannot load the model {config.model!r}: {str(error).strip().splitlines()[0]}") from error
+    env_class(config.env).tool_call_form = tool_call_form(tokenizer)
     if getattr(config, "gradient_checkpointing", False):
         base.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return model, chat
@@ -55,6 +57,16 @@ def tried_chat(model, tokenizer, thinking, max_context) -> Chat:
         return chat
     print("a kept cache would change this model's log-probs: every prompt is encoded anew", file=sys.stderr)
     return Chat(tokenizer, thinking, model.generation_config.eos_token_id, keep_cache=False)
+
+
+def tool_call_form(tokenizer) -> str | None:
+    """The form in which the chat template writes a function call, found by asking it; None where it is not known (envs/toolcalls.py)."""
+    function = {"name": toolcalls.PROBE.name, "arguments": toolcalls.PROBE.kwargs}
+    calls = {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": function}]}
+    try:
+        return toolcalls.form_of(tokenizer.apply_chat_template([{"role": "user", "content": "."}, calls], tokenize=False))
+    except (TemplateError, ValueError, TypeError, KeyError):     # it has no place for calls
+        return None
 
 
 def first_policy(config, algorithm, options, folder, first_step, tasks, limits):

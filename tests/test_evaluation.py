@@ -46,6 +46,7 @@ class Asking(Env):
         self.turn += 1
         over, moon = self.turn == 2, self.task == "moon/0"
         info = {"success": over and self.task != "car/0", "valid": self.turn == 2 or self.task != "cart/0"}
+        info |= {"success_released_rule": info["success"] or self.task == "car/0"} if self.task != "moon/0" else {}
         return "on", float(over), over, False, info | ({"abstain_turns": 1, "abstained": int(self.turn == 2)} if moon else {})
 
 
@@ -53,7 +54,9 @@ def test_evaluations_tell_clean_success_abstention_and_success_by_name(tmp_path)
     _, chat = load_policy(parse(Config, []), {})
     tasks, act = ["moon/0", "car/0", "cart/0", "cart/1"], lambda prompts: [[5] for _ in prompts]
     result = evaluation.evaluate(act, chat, [Asking() for _ in range(3)], tasks, max_turns=2)
-    assert (result["success"], result["clean_success"]) == (0.75, 0.5)
+    assert (result["success"], result["clean_success"], result["success_released_rule"]) == (0.75, 0.5, 0.75)
+    assert "rule of the released code 0.750" in evaluation.success_table("asking", [("all", result)])
+    assert "success_released_rule" not in evaluation.evaluate(act, chat, [Asking()], tasks[:1], max_turns=2)
     assert (result["abstain_turns"], result["abstained"]) == (1, 1)
     assert result["outcomes"] == {"moon/0": 1.0, "car/0": 0.0, "cart/0": 1.0, "cart/1": 1.0}
     assert result["success_by_name"] == {"moon": 1.0, "car": 0.0, "cart": 1.0}

@@ -146,12 +146,13 @@ def test_targets_that_no_task_asks_for_are_refused(held_out):
 def test_the_gold_path_is_rewarded_once_at_its_end(task):
     env, observation, info = start(task)
     assert "Your task is to" in observation and "In it, you see" in observation and "You carry" in observation
-    assert info == {"success": False, "valid": True, "score": 0, "moves": 0, "turns": 0}
+    assert info == {"success": False, "valid": True, "score": 0, "moves": 0, "turns": 0, "success_released_rule": False}
     turns = gold(env)
     assert [turn[1] for turn in turns] == [0.0] * (len(turns) - 1) + [1.0]
     assert [turn[2] for turn in turns] == [False] * (len(turns) - 1) + [True]
     assert not any(turn[3] for turn in turns)
     assert turns[-1][4]["success"] and turns[-1][4]["score"] == 100 and turns[-1][4]["turns"] == len(turns)
+    assert [turn[4]["success_released_rule"] for turn in turns] == [False] * (len(turns) - 1) + [True]
     assert env.gold_action() is None and env.action_guidance() is None and env.observation_enrichment() is None
     with pytest.raises(RuntimeError, match="over"):
         env.step("look around")
@@ -163,6 +164,19 @@ def test_a_wrong_focus_fails():
     (_, reward, terminated, truncated, info), = play(env, ["focus on red box"])
     assert (reward, terminated, truncated) == (0.0, True, False)
     assert not info["success"] and info["valid"] and info["score"] == -100
+
+
+@needs_simulator
+def test_the_released_rule_counts_a_part_of_the_score_after_the_move_limit():
+    """Done with a score above 0. Ten times "wait" pass 100 moves: a place that already scores is then a success of that rule."""
+    env, *_ = start("find-plant/12")
+    turns = play(env, ["wait"] * 9 + ["go to hallway", "look around", "wait1", "teleport to kitchen", "focus on drawer"])
+    facts = [(info["moves"], info["success_released_rule"], info["success"]) for *_, info in turns]
+    assert facts[8:11] == [(99, False, False), (100, False, False), (100, False, False)]    # at the limit is not past it
+    assert facts[11] == (102, True, False) and 0 < turns[11][4]["score"] < 100 and not turns[11][2], "the episode goes on here"
+    assert turns[-1][2] and turns[-1][4]["score"] == -100 and facts[-1][1], "there it had ended before the wrong focus"
+    env.reset(task="find-plant/12", seed=0)
+    assert not play(env, ["look around", "focus on red box"])[-1][4]["success_released_rule"]   # 17, then -100
 
 
 @needs_simulator
@@ -244,11 +258,51 @@ def test_what_each_level_of_admissible_shows():
     assert full.step("go to hallway")[4]["admissible"] != info["admissible"]
 
 
+# --- gold paths --------------------------------------------------------------------------------------------------
+
+def test_after_a_first_closing_what_opens_stays():
+    path = ["open door to hallway", "open fridge", "close door to kitchen", "open door to hallway", "close fridge", "open fridge"]
+    assert sciworld.without_openings(path, "") == path
+    assert sciworld.without_openings(path, "easy") == path[1:]
+    assert sciworld.without_openings(path, "openContainers,openDoors") == path[2:]
+    assert sciworld.without_openings(path, "openContainers") == [path[0], *path[2:]]
+
+
+@needs_simulator
+@pytest.mark.parametrize("task, options", [(task, {}) for task in (*SHORT, "use-thermometer/0", "grow-fruit/0")]
+                         + [("use-thermometer/0", {"simplifications": "openDoors,openContainers"})])
+def test_what_is_left_out_of_the_gold_path_changes_nothing(task, options):
+    """The whole path answers "already open" to just the steps left out, and the rest reaches 100 with none refused."""
+    env, *_ = start(task, **options)
+    kept, filtered = list(env._gold_path()), gold(env)
+    with sciworld._shared_java() as java:       # the simulator's own path
+        server = java.interface()
+        java.load(server, *env._loaded, gold=True)
+        path = [action for action in server.getGoldActionSequence() if not action.isdecimal()]
+    env.reset(task=task, seed=0)
+    turns = play(env, path)
+    idle = [n for n, turn in enumerate(turns) if "already open" in turn[0][:60]]
+    assert bool(idle) == (task != "find-non-living-thing/2")    # what it asks for lies where it begins
+    assert kept[:len(filtered)] == [action for n, action in enumerate(path) if n not in idle][:len(filtered)]
+    assert filtered[-1][4]["score"] == turns[-1][4]["score"] == 100 and len(filtered) == len(turns) - len(idle)
+    assert all(turn[4]["valid"] for turn in filtered)
+
+
+@needs_simulator
+def test_a_gold_step_that_is_refused_is_passed_over(monkeypatch):
+    env, *_ = start("find-non-living-thing/2", guidance="next")
+    path = list(env._gold_path())
+    monkeypatch.setitem(sciworld._gold, env._loaded, [path[0], "focus on the unicorn", *path[1:]])
+    turns = gold(env)
+    assert [turn[4]["valid"] for turn in turns] == [True, False, *[True] * (len(path) - 1)] and turns[-1][1] == 1.0
+
+
 # --- hints -------------------------------------------------------------------------------------------------------
 
 @needs_simulator
 def test_guidance_first_three_stays_and_next_moves_on():
     paper, *_ = start("find-plant/12")
+    assert not any(action.startswith("open door") for action in paper._gold_path())
     ours, *_ = start("find-plant/12", guidance="next")
     path = list(paper._gold_path())
     assert all(action in paper.action_guidance() for action in path[:3])

@@ -8,7 +8,7 @@ from tools import show
 
 @pytest.mark.parametrize("env, task, words", [
     pytest.param("keydoor", "ash", ["Hint: ", "stages are done", "> take", "Right."], id="keydoor"),
-    pytest.param("sciworld", "find-non-living-thing", ["A way that works begins", "Goals"], id="sciworld", marks=needs_simulator),
+    pytest.param("sciworld", "find-non-living-thing", ["Caution! Begin with", "Goals"], id="sciworld", marks=needs_simulator),
     pytest.param("bfcl", "base/0", ["a good next call is", "Current directory", "> [cd("], id="bfcl", marks=needs_bfcl)])
 def test_show(env, task, words, tmp_path, capsys):
     show.main(["--env", env, "--task", task, "--picture", str(tmp_path / "schedule.png")])

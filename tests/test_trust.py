@@ -22,7 +22,7 @@ from conftest import ROOT, FakeEnv
 import grpo
 import gspo
 from envs import BadInput, parse_action, plain
-from envs.bfcl import InvalidAction, parse_calls, parse_tool_calls
+from envs.toolcalls import InvalidAction, parse_calls, parse_tool_calls
 from envs.keydoor import KeyDoor
 from funnel.editors import parse_edits
 from funnel.state import apply_edits
