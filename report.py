@@ -28,7 +28,7 @@ from rl.options import schedule_of
 from rl.runs import Parser, cli
 
 TEMPLATE = Path(__file__).resolve().parent / "tools" / "report_page.html"
-FILES = ("metrics.jsonl", "evaluations.jsonl", "rounds.jsonl", "rollouts.jsonl", "tokens.jsonl")
+FILES = ("metrics.jsonl", "evaluations.jsonl", "rounds.jsonl", "rollouts.jsonl", "tokens.jsonl", "probe.jsonl")
 ALIKE = {"seed", "out", "resume", "overwrite", "save_every", "micro_batch_tokens", "num_envs", "tensorboard", "log_tokens",
          "step_timeout", "preset", "commit", "python", "versions"}  # runs of one group may differ in these
 CUT = 8000  # characters of a text; what is longer says how much more there is
@@ -93,7 +93,7 @@ def load(run, most) -> SimpleNamespace:
     if not isinstance(config, dict):
         config = {}
         notes.append("config.json is missing or cannot be read: no options, no schedule, and a group of its own")
-    metrics, evaluations, rounds, rollouts, tokens = (
+    metrics, evaluations, rounds, rollouts, tokens, probe = (
         read_rows(path(file), notes, most if file == "rollouts.jsonl" else math.inf) for file in FILES)
     evaluations = [row for row in evaluations if finite(row.get("success")) is not None]
     for file, rows in zip(FILES, (metrics, evaluations, rounds, rollouts)):
@@ -103,7 +103,7 @@ def load(run, most) -> SimpleNamespace:
     states = sorted((folder / "states").glob("[0-9][0-9][0-9].md"))
     state = text(states[-1].read_text(errors="replace")) if states else ""
     return SimpleNamespace(name=name, config=config, notes=notes, metrics=metrics, evaluations=evaluations, rounds=rounds,
-                           rollouts=rollouts, tokens=tokens, distill=distill, state=state)
+                           rollouts=rollouts, tokens=tokens, probe=probe, distill=distill, state=state)
 
 
 def grouped(runs) -> list[SimpleNamespace]:
@@ -172,6 +172,16 @@ def metric(key, distill):
                         if finite(row.get(step)) is not None]
 
 
+def margins(run) -> list[list]:
+    """What tools/probe.py found, by step."""
+    found = {}
+    for row in run.probe:
+        plain_, enriched = finite(row.get("p_plain")), finite(row.get("p_enriched"))
+        if plain_ is not None and enriched is not None:
+            found.setdefault(row["step"], []).append(enriched - plain_)
+    return [[step, finite(statistics.fmean(values)), None, None] for step, values in sorted(found.items())]
+
+
 def phases(config) -> list:
     """[first step, last step, what is shown to enriched groups] over training, as the schedule of enrich.py says."""
     try:
@@ -214,6 +224,8 @@ def charts(groups, distill) -> list[dict]:
     for key, words in PANELS.items():
         series = sum((curve(group, "", metric(key, distill), smooth=True) for group in groups), [])
         found.append({"title": key + words, "x": unit, "series": series, "shades": [], "small": True})
+    found.append({"title": "Probe: P(enriched output) − P(plain output), mean over the operations", "x": unit, "shades": shades, "series":
+                  sum((curve(group, "", margins) for group in groups), [])})
     return [chart for chart in found if chart["series"]]
 
 

@@ -229,7 +229,7 @@ def test_a_run_with_nothing_yet(tmp_path):
     data = made(tmp_path, tmp_path / "run").data
     assert data["episodes"] == [] and data["runs"][0]["notes"] == [f"there is no {name}" for name in report.FILES
         if name not in
-                                                                   ("rounds.jsonl", "tokens.jsonl")]
+                                                                   ("rounds.jsonl", "tokens.jsonl", "probe.jsonl")]
 
 
 def test_values_of_every_type_everywhere(tmp_path):
