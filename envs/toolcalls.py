@@ -73,10 +73,11 @@ def _xml_call(block: str, schemas: dict) -> Call:
 def _typed(value: str, kind: str):
     if value.lower() == "null":
         return None
-    if kind != "string":
+    if kind != "string":     # Python's warnings about the model's text are not for the terminal
         for read in (json.loads, ast.literal_eval):
             try:
-                return read(value.lower() if kind == "boolean" else value)
+                with warnings.catch_warnings(action="ignore"):
+                    return read(value.lower() if kind == "boolean" else value)
             except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
                 pass
     return value
@@ -90,7 +91,7 @@ def parse_calls(text: str) -> list[Call]:
     looks_like_calls = re.match(r"\[|[^\W\d][\w.]*\(", text)
     text = ("" if text.startswith("[") else "[") + text + ("" if text.endswith("]") else "]")
     try:
-        with warnings.catch_warnings(action="ignore"):  # about the model's text: not for the terminal
+        with warnings.catch_warnings(action="ignore"):
             nodes = ast.parse(text, mode="eval").body
         if not isinstance(nodes, ast.List):
             raise InvalidAction("expected one list of calls")

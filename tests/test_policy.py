@@ -6,7 +6,10 @@ from conftest import ROOT, SMALL, metrics
 
 import grpo
 from envs import BadInput
+from envs.keydoor import KeyDoor
 from rl.logs import read
+from rl.options import Config, parse
+from rl.policy import load_policy
 from rl.tiny import SHIPPED
 
 
@@ -30,6 +33,19 @@ def test_weights_that_are_no_weights_are_one_line(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(BadInput, match="another --out"):
         grpo.main([*SMALL, "--out", str(tmp_path / "file" / "run")])
+
+
+def test_the_environment_is_told_how_the_models_template_writes_calls(tmp_path, monkeypatch):
+    monkeypatch.setattr(KeyDoor, "tool_call_form", "json")
+    load_policy(parse(Config, []), {})
+    assert KeyDoor.tool_call_form is None       # the game's own template writes none
+    shutil.copytree(SHIPPED, tmp_path / "model")
+    (tmp_path / "model" / "chat_template.jinja").write_text(
+        "{% for m in messages %}{{ m.content }}{% for c in m.tool_calls or [] %}<tool_call>\n<function={{ c.function.name }}>\n"
+        "{% for k, v in c.function.arguments.items() %}<parameter={{ k }}>\n{{ v }}\n</parameter>\n{% endfor %}"
+        "</function>\n</tool_call>{% endfor %}{% endfor %}")
+    load_policy(parse(Config, ["--model", str(tmp_path / "model")]), {})
+    assert KeyDoor.tool_call_form == "xml"
 
 
 def test_kl_to_the_reference_is_zero_before_the_first_update(tmp_path):

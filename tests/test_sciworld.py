@@ -289,6 +289,18 @@ def test_what_is_left_out_of_the_gold_path_changes_nothing(task, options):
 
 
 @needs_simulator
+def test_where_the_clock_decides_the_gold_path_stays_whole_and_the_hint_does_not():
+    """Without the move that an opening costs, the last tree is not yet in its stage."""
+    env, *_ = start("identify-life-stages-2/2")
+    path = list(env._gold_path())
+    assert path[0] == "open door to outside" and "open door" not in env.action_guidance()
+    assert ", then ".join(path[1:4]) in env.action_guidance()
+    assert gold(env)[-1][4]["score"] == 100
+    env.reset(task="identify-life-stages-2/2", seed=0)
+    assert play(env, path[1:10])[-1][4]["score"] < 100
+
+
+@needs_simulator
 def test_a_gold_step_that_is_refused_is_passed_over(monkeypatch):
     env, *_ = start("find-non-living-thing/2", guidance="next")
     path = list(env._gold_path())

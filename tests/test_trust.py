@@ -357,10 +357,11 @@ def test_hostile_text_is_no_call_or_an_invalid_one(recwarn):
     for n in range(10_000):
         text = hostile(rng)
         text = (text, f"[ls({text})]", f'[ls(a="{text}")]', f"<tool_call>{text}</tool_call>",
-                f'<tool_call>{{"name": "ls", "arguments": {text}}}</tool_call>')[n % 5]
-        for parse in (parse_calls, parse_tool_calls):
+                f'<tool_call>{{"name": "ls", "arguments": {text}}}</tool_call>',
+                f"<tool_call><function=ls><parameter=a>{text}</parameter></function></tool_call>")[n % 6]
+        for parse, how in ((parse_calls, ()), (parse_tool_calls, ({"ls": {"a": {"type": "array"}}},))):
             try:
-                found = parse(text)
+                found = parse(text, *how)
             except InvalidAction as error:
                 assert len(str(error)) < 200
             else:
