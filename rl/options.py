@@ -71,6 +71,8 @@ class Learning(Playing):
     minibatches: int = option(1, "the batch is cut into so many parts, an optimizer step each; with 1, every update is on-policy")
     micro_batch_tokens: int = option(8192, "padded tokens in one forward pass; only rounding depends on it")
     temperature: float = option(1.0, "sampling temperature, in the log-probs too")
+    invalid_action_penalty: float = option(0.0, "subtract this times the share of an episode's turns whose action was invalid from its "
+                                                "reward, for the advantages alone")
     # Adapter and optimizer
     lora_rank: int = option(16, "rank of the LoRA adapter (alpha is twice that)")
     lr: float = option(1e-3, "learning rate (1e-3 suits tiny; the papers use 1e-6 for full weights, LoRA wants 1e-5 to 1e-4)")

@@ -441,7 +441,7 @@ def test_one_update_has_ratio_one_and_reinforces(policy, rows, temperature):  # 
     seen, stats = ratios(policy, rows, temperature=temperature, micro_batch_tokens=30)
     assert all(not log_ratio.any() for log_ratio, _, _ in seen) and not any(b.old_logp_BT.requires_grad for *_, b in seen)
     assert stats["ratio_max"] == 1 and stats["clip_fraction"] == stats["approx_kl"] == 0
-    assert stats["grad_norm"] > 1e-3 and stats["entropy"] > 0
+    assert stats["grad_norm"] > 1e-3 and stats["entropy_learner"] > 0
     assert stats["loss"] == pytest.approx(-ADVANTAGES.mean().item(), abs=1e-6)  # the value says nothing about learning
 
 
