@@ -80,7 +80,7 @@ def dapo_loss(logp_BT, old_logp_BT, advantages_B, mask_BT, *, num_tokens, eps_lo
         log_ref_BT = torch.where(mask_BT, ref_logp_BT - logp_BT, 0.0).clamp(max=20)
         objective_BT = objective_BT - beta * (log_ref_BT.exp() - log_ref_BT - 1)  # k3
     if entropy_coef:
-        objective_BT = objective_BT + entropy_coef * entropy_BT
+        objective_BT = objective_BT + entropy_coef * entropy_BT.to(logp_BT.dtype)
     return -torch.where(mask_BT, objective_BT, 0.0).sum() / max(num_tokens, 1)  # Eq. 12
 
 
@@ -98,7 +98,7 @@ class Options:
     entropy_coef: float = field(default=0.0, metadata={"help": "weight of an entropy bonus"})
 
     def __post_init__(self):
-        if not (self.beta >= 0 and self.entropy_coef >= 0):
+        if not (0 <= self.beta < float("inf") and 0 <= self.entropy_coef < float("inf")):
             raise ValueError(f"--beta and --entropy-coef must be at least 0, got {self.beta} and {self.entropy_coef}")
         if not (self.eps_low > 0 and self.eps_high > 0 and self.max_rounds >= 1):
             raise ValueError("--eps-low and --eps-high must be above 0, --max-rounds at least 1")

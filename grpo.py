@@ -71,7 +71,7 @@ def grpo_loss(logp_BT, old_logp_BT, advantages_B, mask_BT, *, num_trajectories, 
         log_ref_BT = torch.where(mask_BT, ref_logp_BT - logp_BT, 0.0).clamp(max=20)
         objective_BT = objective_BT - beta * (log_ref_BT.exp() - log_ref_BT - 1)  # k3, Eq. 4
     if entropy_coef:
-        objective_BT = objective_BT + entropy_coef * entropy_BT
+        objective_BT = objective_BT + entropy_coef * entropy_BT.to(logp_BT.dtype)
     per_row_B = torch.where(mask_BT, objective_BT, 0.0).sum(1) / lengths_B.clamp(min=1)
     return -per_row_B.sum() / num_trajectories
 
@@ -85,7 +85,7 @@ class Options:
     entropy_coef: float = field(default=0.0, metadata={"help": "weight of an entropy bonus"})
 
     def __post_init__(self):
-        if not (self.eps > 0 and self.beta >= 0 and self.entropy_coef >= 0):
+        if not (self.eps > 0 and 0 <= self.beta < float("inf") and 0 <= self.entropy_coef < float("inf")):
             raise ValueError(f"--eps must be above 0, --beta and --entropy-coef at least 0, got {self.eps}, {self.beta} and "
                              f"{self.entropy_coef}")
 

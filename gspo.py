@@ -54,9 +54,10 @@ def gspo_loss(logp_BT, old_logp_BT, advantages_B, mask_BT, *, num_trajectories, 
         log_ref_BT = torch.where(mask_BT, ref_logp_BT - logp_BT, 0.0).clamp(max=20)
         objective_B = objective_B - beta * (log_ref_BT.exp() - log_ref_BT - 1).sum(1) / row_lengths_B.clamp(min=1)  # k3
     if entropy_coef:
-        objective_B = objective_B + entropy_coef * torch.where(mask_BT, entropy_BT, 0.0).sum(1) / row_lengths_B.clamp(min=1)
-    weight_B = row_lengths_B / lengths_B.clamp(min=1)  # 1 for a whole trajectory, its share for a part of one
-    return -torch.where(row_lengths_B > 0, objective_B * weight_B, 0.0).sum() / num_trajectories
+        entropy_BT = torch.where(mask_BT, entropy_BT.to(logp_BT.dtype), 0.0)
+        objective_B = objective_B + entropy_coef * entropy_BT.sum(1) / row_lengths_B.clamp(min=1)
+    share_B = objective_B * row_lengths_B / lengths_B.clamp(min=1)  # all of it for a whole trajectory, a part for a part of one
+    return -torch.where(row_lengths_B > 0, share_B, 0.0).sum() / num_trajectories
 
 
 # GSPO for the training loop
@@ -75,7 +76,7 @@ class Options:
             raise ValueError(f"--eps-low and --eps-high must be above 0, got {self.eps_low} and {self.eps_high}")
         if self.ratio not in ("trajectory", "row"):
             raise ValueError(f"--ratio must be trajectory or row, got {self.ratio!r}")
-        if not (self.beta >= 0 and self.entropy_coef >= 0):
+        if not (0 <= self.beta < float("inf") and 0 <= self.entropy_coef < float("inf")):
             raise ValueError(f"--beta and --entropy-coef must be at least 0, got {self.beta} and {self.entropy_coef}")
 
 

@@ -134,7 +134,8 @@ def refuse_bad_values(config):
                 "max_turns": 0, "max_new_tokens": 1, "max_context": 2, "num_envs": 1, "eval_every": 0,
                 "eval_episodes": 1, "save_every": 1, "warm_start_steps": 1, "warm_start_batch": 1, "log_tokens": 0}
     why = {"group": ": an advantage compares the episodes of a group"}
-    zero = {"temperature": "greedy", "eval_temperature": "greedy", "importance_cap": "off", "step_timeout": "no limit"}
+    zero = {"temperature": "greedy", "eval_temperature": "greedy", "importance_cap": "off", "step_timeout": "no limit",
+            "invalid_action_penalty": "none"}
     choices = {"bits": (0, 4, 16, 32), "optimizer": ("adamw", "paged_adamw_8bit"), "warm_start": ("", "random", "gold"),
                "enrich_train_context": ("as-sampled", "stripped", "stripped-ratio")}
     for name, value in vars(config).items():
