@@ -53,7 +53,7 @@ def run():
 
 def look(model, batch, advantages_N, grpo, how):
     """What `update` is about to compute on this batch: all of it in one micro-batch, and in two of one row each."""
-    items = [(t.rows[0], A, t.length, t.rows[0].old_logp) for t, A in zip(batch, advantages_N)]
+    items = [(t.rows[0], A, t.length, t.rows[0].old_logp, n) for n, (t, A) in enumerate(zip(batch, advantages_N))]
     of_batch = len(batch), sum(t.length for t in batch)
     trainable, norms = [p for p in model.parameters() if p.requires_grad], []
     for parts in ([items], [items[:1], items[1:]]):

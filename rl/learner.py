@@ -45,8 +45,9 @@ class MicroBatch:
     lengths_B: torch.Tensor  # sampled tokens of the whole trajectory that a row belongs to
     num_trajectories: int  # of the whole mini-batch, those without rows here included
     num_tokens: int  # sampled tokens of the whole mini-batch
-    entropy_BT: torch.Tensor  # for the metrics: in nats
+    entropy_BT: torch.Tensor  # of the distributions that the tokens were drawn from, in nats; differentiable as logp_BT is
     sampler_log_weight_BT: torch.Tensor  # for the metrics: log pi_old / pi_sampler
+    log_ratio_sums_B: torch.Tensor | None  # over the whole trajectory of a row; None: rows are whole, or every ratio is 1
 
 
 class ScoreTokens(torch.autograd.Function):
@@ -57,7 +58,6 @@ class ScoreTokens(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, hidden_ND, weight_VD, targets_N, temperature, chunk):
-        ctx.save_for_backward(hidden_ND, weight_VD, targets_N)
         ctx.how, scored, p_CV = (temperature, chunk), [], None
         for logits_CV, targets_C in logits_in_chunks(hidden_ND, weight_VD, targets_N, temperature, chunk):
             p_CV = torch.empty_like(logits_CV) if p_CV is None else p_CV[:len(logits_CV)]
@@ -66,19 +66,26 @@ class ScoreTokens(torch.autograd.Function):
             mean_C = torch.bmm(p_CV[:, None], logits_CV[:, :, None]).flatten() / norm_C
             scored.append((logits_CV.gather(1, targets_C[:, None])[:, 0] - norm_C.log(), norm_C.log() - mean_C))
         logp_N, entropy_N = map(torch.cat, zip(*scored))
-        ctx.mark_non_differentiable(entropy_N)
+        ctx.save_for_backward(hidden_ND, weight_VD, targets_N, entropy_N)
+        ctx.set_materialize_grads(False)  # where the loss has no entropy in it, its gradient takes no time
         return logp_N, entropy_N
 
     @staticmethod
-    def backward(ctx, grad_N, _):
-        hidden_ND, weight_VD, targets_N = ctx.saved_tensors
+    def backward(ctx, grad_N, grad_entropy_N):
+        hidden_ND, weight_VD, targets_N, entropy_N = ctx.saved_tensors
         grads, at = [], 0
         for p_CV, targets_C in logits_in_chunks(hidden_ND, weight_VD, targets_N, *ctx.how):
-            p_CV.sub_(p_CV.amax(1, keepdim=True)).exp_()
-            grad_C = grad_N[at:at + len(p_CV)] / ctx.how[0]
-            p_CV.mul_((-grad_C / p_CV.sum(1))[:, None])
+            part_N = slice(at, at + len(p_CV))
+            p_CV.sub_(p_CV.amax(1, keepdim=True))
+            log_p_CV = None if grad_entropy_N is None else p_CV.clone()
+            norm_C = p_CV.exp_().sum(1)
+            if log_p_CV is not None:  # grad p (-log p - entropy) / temperature
+                log_p_CV.add_((entropy_N[part_N] - norm_C.log())[:, None]).mul_(p_CV)
+                log_p_CV.mul_((-grad_entropy_N[part_N] / norm_C / ctx.how[0])[:, None])
+            grad_C = (torch.zeros_like(norm_C) if grad_N is None else grad_N[part_N]) / ctx.how[0]
+            p_CV.mul_((-grad_C / norm_C)[:, None])
             p_CV.scatter_add_(1, targets_C[:, None], grad_C[:, None])  # grad (1[target] - p) / temperature
-            grads.append(p_CV.to(weight_VD.dtype) @ weight_VD)
+            grads.append((p_CV if log_p_CV is None else p_CV.add_(log_p_CV)).to(weight_VD.dtype) @ weight_VD)
             at += len(p_CV)
         return torch.cat(grads), None, None, None, None
 
@@ -173,9 +180,19 @@ def add_gradient(share, parameters):
             p.grad = grad if p.grad is None else p.grad.add_(grad)
 
 
-def score(model, items, algorithm, how, of_batch) -> MicroBatch:
-    """The micro-batch of these items, (row, advantage, tokens of its trajectory, old log-probs or None). of_batch: its normalisers."""
-    rows, advantages, lengths, old_logps = zip(*items)
+def log_ratio_sums(model, items, how, budget) -> dict:
+    """{number of a trajectory: its log-ratio by the policy of now, summed over the sampled tokens of all its rows}."""
+    sums, rows = {}, [row for row, *_ in items]
+    logps = row_logps(model, rows, how.pad_id, temperature=how.temperature, micro_batch_tokens=budget)
+    for (row, _, _, old, n), logp_T in zip(items, logps):
+        sums[n] = sums.get(n, 0.0) + sum(new - known for own, new, known in zip(row.mask, logp_T, old or logp_T) if own)
+    return sums
+
+
+def score(model, items, algorithm, how, of_batch, sums=None) -> MicroBatch:
+    """The micro-batch of these items, (row, advantage, tokens of its trajectory, old log-probs or None, its trajectory's number).
+    of_batch: its normalisers; sums: what `log_ratio_sums` found, where it is needed."""
+    rows, advantages, lengths, old_logps, numbers = zip(*items)
     ids_BT, mask_BT = pad(rows, how.pad_id, model.device)
     ref_logp_BT = None
     if algorithm.use_reference:
@@ -194,7 +211,8 @@ def score(model, items, algorithm, how, of_batch) -> MicroBatch:
         weight_BT = log_weight_BT.exp().clamp(max=how.importance_cap)
         logp_BT = logp_BT.detach() + weight_BT * (logp_BT - logp_BT.detach())  # the value stays, the gradient is weighed
     return MicroBatch(logp_BT, old_logp_BT, ref_logp_BT, mask_BT, torch.stack(advantages).to(logp_BT.device),
-                      torch.tensor(lengths, device=logp_BT.device), *of_batch, entropy_BT, log_weight_BT)
+                      torch.tensor(lengths, device=logp_BT.device), *of_batch, entropy_BT, log_weight_BT,
+                      logp_BT.new_tensor([sums[n] for n in numbers]) if sums else None)
 
 
 # The update
@@ -214,8 +232,8 @@ def update(model, optimizer, batch, advantages_N, algorithm, how, more=None):
     """`how.minibatches` optimizer steps on a batch of N trajectories; returns the metrics. algorithm: see rl/train.py.
 
     Old log-probs come from the same code path as the new ones: detached from them when there is one update, computed before the
-    first of several; a row that was sampled in another context brings its own (`Row.old_logp`). Rows without advantage are not
-    computed unless there is a reference, whose KL they pay; the normalisers count them all the same. more(k, micro-batch tokens)
+    first of several; a row that was sampled in another context brings its own (`Row.old_logp`). Rows without advantage are not computed
+    unless the loss has a KL or an entropy, which they take part in; the normalisers count them all the same. more(k, micro-batch tokens)
     adds the gradient of another term of the loss to optimizer step k and returns its value and these tokens, fewer where memory ran
     out (the Funnel's Eq. 9); the batch may then be empty. An optimizer step whose gradient is not finite is left out and counted
     (`skipped_steps`). Raises FloatingPointError when a step makes a parameter that is not finite.
@@ -225,21 +243,26 @@ def update(model, optimizer, batch, advantages_N, algorithm, how, more=None):
     parts, sums, norms = [], {"kl_reference": 0.0} if algorithm.use_reference else {}, []
     for k in range(how.minibatches):
         part = order[k::how.minibatches]
-        items = [(row, advantages_N[n], batch[n].length, row.old_logp) for n in part for row in batch[n].rows
-                 if algorithm.use_reference or advantages_N[n]]
+        items = [(row, advantages_N[n], batch[n].length, row.old_logp, n) for n in part for row in batch[n].rows
+                 if algorithm.use_reference or algorithm.use_entropy or advantages_N[n]]
         if how.minibatches > 1:  # packed as below: in bf16 a log-prob depends on the shape of its batch
             old_logps = row_logps(model, [row for row, *_ in items], how.pad_id, temperature=how.temperature,
                                   micro_batch_tokens=how.micro_batch_tokens)
-            items = [(*item[:3], old if item[3] is None else item[3]) for item, old in zip(items, old_logps)]
+            items = [(*item[:3], old if item[3] is None else item[3], item[4]) for item, old in zip(items, old_logps)]
         parts.append((items, (len(part), sum(batch[n].length for n in part))))
 
     model.train(how.gradient_checkpointing)
     budget = how.micro_batch_tokens
     for k, (items, of_batch) in enumerate(parts):
-        def work(some, of_batch=of_batch):
-            micro_batch = score(model, some, algorithm, how, of_batch)
+        # One ratio for all rows of a trajectory, whichever micro-batch they are in; before the first step every ratio is 1
+        whole = {}
+        if algorithm.ratio == "trajectory" and len(items) > len({n for *_, n in items}) and (k or any(row.old_logp for row, *_ in items)):
+            whole = log_ratio_sums(model, items, how, budget)
+
+        def work(some, of_batch=of_batch, whole=whole):
+            micro_batch = score(model, some, algorithm, how, of_batch, whole)
             share = algorithm.loss(micro_batch)
-            found = sums_of(micro_batch, share.item() / how.minibatches, algorithm.clip, algorithm.sequence_ratio)
+            found = sums_of(micro_batch, share.item() / how.minibatches, algorithm)
             found["known"] = sum(sum(row.mask) for row, *_ in some if len(row.sampled_logp) == len(row.ids))
             add_gradient(share, trainable)
             for name, value in found.items():
@@ -266,17 +289,20 @@ def update(model, optimizer, batch, advantages_N, algorithm, how, more=None):
 
 
 @torch.no_grad()
-def sums_of(batch, loss, clip, sequence_ratio):
+def sums_of(batch, loss, algorithm):
     """The figures of a micro-batch: k3 estimates of KL, entropy, where the clip acts, and how far sampler and learner differ."""
     log_ratio_BT = batch.logp_BT - batch.old_logp_BT  # 0 where the mask is 0
-    A_B, mask_BT = batch.advantages_B, batch.mask_BT
-    if sequence_ratio:
+    A_B, mask_BT, clip = batch.advantages_B, batch.mask_BT, algorithm.clip
+    if algorithm.ratio == "token":
+        ratio, A = log_ratio_BT.exp()[mask_BT], A_B[:, None].expand_as(mask_BT)[mask_BT]
+    elif batch.log_ratio_sums_B is None:
         ratio, A = (log_ratio_BT.sum(1) / mask_BT.sum(1)).exp(), A_B
     else:
-        ratio, A = log_ratio_BT.exp()[mask_BT], A_B[:, None].expand_as(mask_BT)[mask_BT]
+        ratio, A = (batch.log_ratio_sums_B / batch.lengths_B).exp(), A_B
     clipped = ((A > 0) & (ratio > 1 + clip[1])) | ((A < 0) & (ratio < 1 - clip[0]))
+    unit = mask_BT.sum(1) / batch.lengths_B if algorithm.ratio == "trajectory" else torch.ones_like(ratio)  # a row is a part of one
     gap_BT = batch.sampler_log_weight_BT.abs()
-    sums = {"tokens": int(mask_BT.sum()), "units": ratio.numel(), "clipped": int(clipped.sum()),
+    sums = {"tokens": int(mask_BT.sum()), "units": unit.sum().item(), "clipped": (unit * clipped).sum().item(),
             "ratio_max": ratio.max().item(), "entropy": batch.entropy_BT.sum().item(),
             "approx_kl": (log_ratio_BT.exp() - 1 - log_ratio_BT).sum().item(), "loss": loss,
             "sampler_gap": gap_BT.sum().item(), "sampler_gap_max": gap_BT.max().item()}
@@ -288,13 +314,15 @@ def sums_of(batch, loss, clip, sequence_ratio):
 
 def metrics_of(sums, norms, budget) -> dict:
     """The figures of all micro-batches and the norms of all optimizer steps as means (docs/grpo.md explains each)."""
-    tokens, units = max(sums.get("tokens", 0), 1), max(sums.get("units", 0), 1)
+    tokens, units = max(sums.get("tokens", 0), 1), sums.get("units", 1)
     metrics = {"learn_tokens": sums.get("tokens", 0), "loss": sums.get("loss", 0.0), "grad_norm": sum(norms) / max(len(norms), 1),
-               "entropy": sums.get("entropy", 0.0) / tokens, "approx_kl": sums.get("approx_kl", 0.0) / tokens,
+               "approx_kl": sums.get("approx_kl", 0.0) / tokens,
                "clip_fraction": sums.get("clipped", 0) / units, "ratio_max": sums.get("ratio_max", 1.0),
                "micro_batch_tokens": budget, "skipped_steps": sums.get("skipped_steps", 0), "optimizer_steps": len(norms)}
     if sums.get("known"):
         metrics |= {"sampler_gap": sums["sampler_gap"] / sums["known"], "sampler_gap_max": sums["sampler_gap_max"]}
+    if "entropy" in sums:  # of the rows that were computed
+        metrics["entropy_learner"] = sums["entropy"] / tokens
     if "more" in sums:
         metrics["distill_loss"] = sums["more"]
     return metrics | ({"kl_reference": sums["kl_reference"] / tokens} if "kl_reference" in sums else {})

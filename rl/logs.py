@@ -72,18 +72,25 @@ def mean(values) -> float:
 def episode_metrics(played, group) -> dict:
     """What docs/grpo.md explains: means over the episodes, turns or groups that were sampled."""
     turns = [turn for t in played for turn in t.turns]
-    rewards = [{t.reward for t in played[n:n + group] if t.reward == t.reward} for n in range(0, len(played), group)]
+    rewards = [[t.reward for t in played[n:n + group] if t.reward == t.reward] for n in range(0, len(played), group)]
     known = [t.reward for t in played if t.reward == t.reward]
+    entropies = [entropy for turn in turns for entropy in getattr(turn.action_ids, "entropies", None) or []]
     return {"reward": mean(known) if known else math.nan,
             "success": mean([t.success for t in played]), "enriched_fraction": mean([t.enriched for t in played]),
-            "groups_sampled": len(rewards), "dead_group_fraction": mean([len(values) < 2 for values in rewards]),
+            "groups_sampled": len(rewards), "dead_group_fraction": mean([all_alike(values) for values in rewards]),
             "turns": mean([len(t.turns) for t in played]), "tokens": mean([t.length for t in played]),
             "valid_action_fraction": mean([turn.valid for turn in turns]),
             "length_stop_fraction": mean([turn.stop == "length" for turn in turns]),
             **{f"success_{name}": mean([t.success for t in played if t.enriched == enriched]) for name, enriched in
                (("hinted", True), ("plain", False)) if any(t.enriched == enriched for t in played)},
+            **({"entropy": mean(entropies)} if entropies else {}),
             **({"abstention": mean(asked)} if (asked := abstentions(played)) else {}),
             **{f"end_{end}": mean([t.end == end for t in played]) for end in sorted({t.end for t in played})}}
+
+
+def all_alike(rewards) -> bool:
+    """Are they equal, but for rounding? As grpo.py's advantages and dapo.py's dynamic sampling have it."""
+    return not rewards or max(rewards) - min(rewards) <= 1e-6 * max(map(abs, rewards))
 
 
 def abstentions(played) -> list[float]:

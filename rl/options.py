@@ -71,6 +71,8 @@ class Learning(Playing):
     minibatches: int = option(1, "the batch is cut into so many parts, an optimizer step each; with 1, every update is on-policy")
     micro_batch_tokens: int = option(8192, "padded tokens in one forward pass; only rounding depends on it")
     temperature: float = option(1.0, "sampling temperature, in the log-probs too")
+    invalid_action_penalty: float = option(0.0, "subtract this times the share of an episode's turns whose action was invalid from its "
+                                                "reward, for the advantages alone")
     # Adapter and optimizer
     lora_rank: int = option(16, "rank of the LoRA adapter (alpha is twice that)")
     lr: float = option(1e-3, "learning rate (1e-3 suits tiny; the papers use 1e-6 for full weights, LoRA wants 1e-5 to 1e-4)")
@@ -135,8 +137,10 @@ def refuse_bad_values(config):
                 "max_turns": 0, "max_new_tokens": 1, "max_context": 2, "num_envs": 1, "eval_every": 0,
                 "eval_episodes": 1, "save_every": 1, "keep_every": 0, "warm_start_steps": 1, "warm_start_batch": 1, "log_tokens": 0}
     why = {"group": ": an advantage compares the episodes of a group"}
-    zero = {"temperature": "greedy", "eval_temperature": "greedy", "importance_cap": "off", "step_timeout": "no limit"}
-    choices = {"bits": (0, 4, 16, 32), "optimizer": ("adamw", "paged_adamw_8bit"), "warm_start": ("", "random", "gold"), "eval_split": ("valid", "test"),
+    zero = {"temperature": "greedy", "eval_temperature": "greedy", "importance_cap": "off", "step_timeout": "no limit",
+            "invalid_action_penalty": "none"}
+    choices = {"bits": (0, 4, 16, 32), "optimizer": ("adamw", "paged_adamw_8bit"), "warm_start": ("", "random", "gold"),
+               "eval_split": ("valid", "test"),
                "enrich_train_context": ("as-sampled", "stripped", "stripped-ratio")}
     for name, value in vars(config).items():
         flag = f"--{name.replace('_', '-')}"

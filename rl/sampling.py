@@ -14,8 +14,8 @@ from rl.cache import Kept, begin, keeps_cache, left_pad
 
 
 class Action(list):
-    """Sampled ids; `logps`: a log-prob for each, in nats, as the sampler saw it, or None where it was greedy."""
-    logps = None
+    """Sampled ids; for each its log-prob and the entropy of what it was drawn from, in nats, as the sampler saw them; None if greedy."""
+    logps = entropies = None
 
 
 def sampler(model, chat, *, temperature: float = 1.0, max_new_tokens: int = 32, keep_cache: bool = True):
@@ -42,13 +42,14 @@ def sampler(model, chat, *, temperature: float = 1.0, max_new_tokens: int = 32, 
             ids_NT, mask_NT, cache = begin(causal, past, prompts, chat.pad_id)
         else:
             ids_NT, mask_NT, cache = *left_pad(prompts, chat.pad_id, model.device), DynamicCache(config=causal.config)
-        logps = []
+        logps, above_mean = [], []
 
         def draw(_, scores_NV):
             """Makes the token that is drawn the likeliest one."""
             p_NV = unnormalised(scores_NV, temperature)
-            drawn_N1 = draw_tokens(p_NV)[:, None]
-            logps.append((p_NV.gather(1, drawn_N1)[:, 0] / p_NV.sum(1)).log())
+            drawn_N1, norm_N1 = draw_tokens(p_NV)[:, None], p_NV.sum(1, keepdim=True)
+            logps.append(p_NV.gather(1, drawn_N1).div_(norm_N1))
+            above_mean.append(scores_NV.gather(1, drawn_N1) - torch.bmm(p_NV[:, None], scores_NV[:, :, None])[:, 0].div_(norm_N1))
             return p_NV.scatter_(1, drawn_N1, torch.inf)
 
         # Tokens until every row has ended
@@ -68,8 +69,10 @@ def sampler(model, chat, *, temperature: float = 1.0, max_new_tokens: int = 32, 
         ends = [next((n + 1 for n, i in enumerate(row) if i in chat.end_ids), len(row)) for row in sampled]
         actions = [Action(row[:end]) for row, end in zip(sampled, ends)]
         if temperature:
-            for action, logps_T in zip(actions, torch.stack(logps, 1).tolist()):
-                action.logps = logps_T[:len(action)]
+            logps_NT = torch.cat(logps, 1).log()
+            entropies_NT = torch.cat(above_mean, 1) / temperature - logps_NT  # log p is score / temperature less a constant
+            for action, *of_tokens in zip(actions, logps_NT.tolist(), entropies_NT.tolist()):
+                action.logps, action.entropies = (values[:len(action)] for values in of_tokens)
         if keep_cache:
             kept = Kept(cache, prompts, mask_NT, actions, len(sampled[0]))
         return actions

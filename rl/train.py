@@ -41,7 +41,8 @@ class Algorithm:
     advantages: Callable  # rewards_N, groups_N -> advantages_N
     clip: tuple[float, float]  # (below, above) 1, for the metric clip_fraction
     use_reference: bool = False  # does the loss need the reference's log-probs?
-    sequence_ratio: bool = False  # is clip_fraction over rows, not tokens?
+    use_entropy: bool = False  # does it need the entropy of rows without advantage?
+    ratio: str = "token"  # what has one: a token, a row or a trajectory (all its rows)
     fill: Callable = lambda sample, num_groups: sample(num_groups)  # -> the groups to train on; sample(n) plays n new ones
     shape_rewards: Callable = lambda rewards_N, lengths_N: rewards_N  # -> what the advantages see; metrics keep rewards_N
 
@@ -88,7 +89,9 @@ class Step:
 
     def advantages(self, batch):
         """The advantage of each trajectory, [N]."""
-        rewards_N = torch.tensor([t.reward for t in batch], dtype=torch.float64)
+        invalid_N = [sum(not turn.valid for turn in t.turns) / max(len(t.turns), 1) for t in batch]
+        rewards_N = torch.tensor([t.reward - self.config.invalid_action_penalty * invalid for t, invalid in zip(batch, invalid_N)],
+                                 dtype=torch.float64)
         lengths_N = torch.tensor([t.length for t in batch])
         groups_N = torch.tensor([t.group for t in batch])
         return self.algorithm.advantages(self.algorithm.shape_rewards(rewards_N, lengths_N), groups_N)

@@ -128,7 +128,7 @@ assert algorithm(Options(), len)["advantages"] is len and logp.grad.abs().sum() 
 from gspo import gspo_loss, Options, algorithm
 logp = torch.zeros(2, 3, requires_grad=True)
 gspo_loss(logp, logp.detach(), torch.tensor([1.0, -1.0]), torch.ones(2, 3), num_trajectories=2).backward()
-assert algorithm(Options(), len)["sequence_ratio"] and logp.grad.abs().sum() > 0
+assert algorithm(Options(), len)["ratio"] == "trajectory" and logp.grad.abs().sum() > 0
 """,
     "distill": """
 from distill import transitions, selection_weights, state_response_weights, distill_loss, select

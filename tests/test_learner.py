@@ -134,6 +134,25 @@ def test_the_fused_head_against_autograd_in_float64():
     torch.testing.assert_close(one.grad.double(), two.grad, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("temperature", [0.7, 1.0, 1.5])
+@pytest.mark.parametrize("chunk", [2, 100])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_gradient_of_the_entropy_against_autograd(temperature, chunk, dtype):
+    """Alone and beside that of the log-probs, with a weight for each token; some distributions are all but sure."""
+    torch.manual_seed(0)
+    hidden_ND, weight_VD = torch.randn(7, 5, dtype=torch.float64), torch.randn(11, 5, dtype=torch.float64)
+    hidden_ND[3] *= 30
+    targets_N, (of_logp_N, of_entropy_N) = torch.randint(11, (7,)), torch.randn(2, 7, dtype=torch.float64)
+    for weights_N in (0 * of_logp_N, of_logp_N):
+        one, two = hidden_ND.clone().to(dtype).requires_grad_(), hidden_ND.clone().requires_grad_()
+        logp_N, entropy_N = ScoreTokens.apply(one, weight_VD.to(dtype), targets_N, temperature, chunk)
+        terms = (logp_N * weights_N).sum() if weights_N.any() else 0
+        (terms + (entropy_N * of_entropy_N).sum()).backward()
+        wanted_NV = (two @ weight_VD.t() / temperature).log_softmax(-1)
+        (-(wanted_NV.exp() * wanted_NV).sum(-1) @ of_entropy_N + wanted_NV[range(7), targets_N] @ weights_N).backward()
+        torch.testing.assert_close(one.grad.double(), two.grad, atol=1e-5, rtol=1e-4)
+
+
 @torch.no_grad()
 def test_the_real_vocabulary(qwen3_model, qwen3):
     chat = Chat(qwen3)
@@ -165,7 +184,12 @@ ALGORITHMS = {name: Algorithm(**made) for name, made in {
     "grpo": grpo.algorithm(grpo.Options()), "grpo+kl": grpo.algorithm(grpo.Options(beta=0.1)),
     "dapo": dapo.algorithm(dapo.Options(), grpo.group_advantages),
     "gspo": gspo.algorithm(gspo.Options(), grpo.group_advantages)}.items()}
-every_loss = pytest.mark.parametrize("name", ALGORITHMS)
+every_loss = pytest.mark.parametrize("name", list(ALGORITHMS))
+ALGORITHMS |= {name: Algorithm(**made) for name, made in {
+    "gspo by row": gspo.algorithm(gspo.Options(ratio="row"), grpo.group_advantages),
+    "grpo+entropy": grpo.algorithm(grpo.Options(entropy_coef=0.1)),
+    "dapo+both": dapo.algorithm(dapo.Options(beta=0.1, entropy_coef=0.1), grpo.group_advantages),
+    "gspo+both": gspo.algorithm(gspo.Options(beta=0.1, entropy_coef=0.1), grpo.group_advantages)}.items()}
 ADVANTAGES = torch.tensor([1.0, -0.5, 0.7, -1.2, 0.4, -0.4])
 
 
@@ -249,6 +273,87 @@ def test_splitting_a_trajectory_changes_nothing(policy, name):  # docs/faults.md
     [one], _ = gradient(policy, batch_of(rows), A, name)
     [two], _ = gradient(policy, batch_of(parts), A, name, micro_batch_tokens=30)
     close(one, two)
+
+
+def cut(rows):
+    """Each row as two or three that repeat their context: what a template makes that keeps no earlier thinking."""
+    return [[Row(row.ids[:8], row.mask[:8]), Row(row.ids[:10], [0] * 8 + row.mask[8:10]), Row(row.ids, [0] * 10 + row.mask[10:])]
+            if n else [Row(row.ids[:8], row.mask[:8]), Row(row.ids, [0] * 8 + row.mask[8:])] for n, row in enumerate(rows)]
+
+
+def steps_of(policy, batch, name, advantages=ADVANTAGES, **how):
+    """Gradients and metrics of an update that moves the policy; the policy is then as before."""
+    before = {n: p.detach().clone() for n, p in policy.named_parameters()}
+    recorder = Recorder(policy, torch.optim.SGD([p for p in policy.parameters() if p.requires_grad], 0.3))
+    stats = update(policy, recorder, batch, advantages[:len(batch)], ALGORITHMS[name], UpdateOptions(**{
+        "pad_id": 0, "max_grad_norm": 1e9, **how}))
+    with torch.no_grad():
+        for n, p in policy.named_parameters():
+            p.copy_(before[n])
+    return recorder.steps, stats
+
+
+@pytest.mark.parametrize("budget", [1, 30, 10**6])
+@pytest.mark.parametrize("minibatches, old", [(2, False), (3, False), (1, True), (2, True)])
+@pytest.mark.parametrize("name", ["gspo", "gspo+both"])
+def test_gspo_has_one_ratio_a_trajectory(policy, name, minibatches, old, budget):
+    """Cut in rows, over several optimizer steps, or with old log-probs of another context: the steps are those of one long row."""
+    rows = make_rows(policy.config.vocab_size, lengths=(14, 12, 13, 15, 12, 14))
+    parts = cut(rows)
+    if old:
+        for row, logp_T, part in zip(rows, learner.row_logps(policy, rows, 0), parts):
+            known = [0.02 * random.Random(n).uniform(-1, 1) for n in range(len(row.ids))]
+            for one in (row, *part):
+                one.old_logp = [(logp + d) * own for logp, d, own in zip(logp_T, known, one.mask)]
+    A = torch.tensor([1.0, -0.5, 0.7, 0.0, 0.4, -0.4])
+    one, stats = steps_of(policy, batch_of(rows), name, A, minibatches=minibatches, micro_batch_tokens=10**6)
+    two, stats_cut = steps_of(policy, batch_of(parts), name, A, minibatches=minibatches, micro_batch_tokens=budget)
+    assert len(one) == len(two) == minibatches
+    for left, right in zip(one, two):
+        torch.testing.assert_close(left, right, atol=1e-5, rtol=1e-3)
+    for key in ("clip_fraction", "ratio_max", "loss", "entropy_learner", "approx_kl"):
+        assert stats[key] == pytest.approx(stats_cut[key], abs=1e-4), key
+    assert 0 < stats["clip_fraction"] < 1 or (minibatches, old) == (2, False)
+    by_row, _ = steps_of(policy, batch_of(parts), "gspo by row", A, minibatches=minibatches)
+    if name == "gspo":
+        assert not all(torch.allclose(left, right, rtol=1e-2, atol=1e-4) for left, right in zip(one, by_row))
+
+
+def test_the_pass_for_a_trajectorys_ratio_is_made_where_it_is_needed(policy, monkeypatch):
+    rows, calls, real = make_rows(policy.config.vocab_size, lengths=(14, 12, 13, 15)), [], learner.log_ratio_sums
+    monkeypatch.setattr(learner, "log_ratio_sums", lambda *how: calls.append(1) or real(*how))
+    for batch, name, minibatches, passes in ((cut(rows), "gspo", 2, 1), (cut(rows), "gspo", 4, 3), (cut(rows), "gspo", 1, 0),
+                                             (rows, "gspo", 4, 0), (cut(rows), "gspo by row", 4, 0), (cut(rows), "grpo", 4, 0)):
+        steps_of(policy, batch_of(batch), name, minibatches=minibatches)
+        assert len(calls) == passes, (name, minibatches)
+        calls.clear()
+
+
+@pytest.mark.parametrize("name, losses", [("grpo+entropy", "grpo"), ("dapo+both", "dapo"), ("gspo+both", "gspo")])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_entropy_and_kl_are_means_over_the_algorithms_tokens(policy, rows, name, losses, temperature):
+    """Rows without advantage take part. The objective's gradient by autograd, row by row through all logits."""
+    A = torch.tensor([1.0, 0.0, 0.7, -1.2, 0.0, -0.4])
+    [got], stats = gradient(policy, batch_of(rows), A, name, temperature=temperature, micro_batch_tokens=30)
+    [plain], _ = gradient(policy, batch_of(rows), A, losses, temperature=temperature)
+    policy.zero_grad()
+    loss, total, entropies = 0, sum(sum(row.mask) for row in rows), []
+    for row in rows:
+        ids, own = torch.tensor([row.ids]), torch.tensor(row.mask[1:], dtype=torch.bool)
+        logp_TV = (policy(input_ids=ids).logits[0, :-1] / temperature).log_softmax(-1)[own]
+        entropies.append(-(logp_TV.exp() * logp_TV).sum(-1))
+        weight = 1 / total if losses == "dapo" else 1 / len(logp_TV) / len(rows)
+        loss = loss - weight * 0.1 * entropies[-1].sum()
+        if "both" in name:
+            with torch.no_grad(), policy.disable_adapter():
+                ref_TV = (policy(input_ids=ids).logits[0, :-1] / temperature).log_softmax(-1)[own]
+            gap_T = (ref_TV - logp_TV).gather(1, ids[0, 1:][own][:, None])[:, 0]
+            loss = loss + weight * 0.1 * (gap_T.exp() - gap_T - 1).sum()
+    loss.backward()
+    extra = torch.cat([p.grad.flatten() for p in policy.parameters() if p.requires_grad])
+    assert extra.abs().max() > 1e-5
+    torch.testing.assert_close(got - plain, extra, atol=1e-6, rtol=1e-3)
+    assert stats["entropy_learner"] == pytest.approx(torch.cat(entropies).mean().item(), abs=1e-5)
 
 
 def test_the_order_of_trajectories_changes_nothing(policy, rows):  # docs/faults.md, 4
@@ -394,6 +499,7 @@ def test_equal_rewards_take_no_step(policy, rows, name):  # docs/faults.md, 1, 2
     A = grpo.group_advantages(torch.full((6,), 0.7), torch.tensor([0, 0, 0, 1, 1, 1]))
     steps, stats = gradient(policy, batch_of(rows), A, name, minibatches=2)
     assert steps == [] and stats["loss"] == 0 and stats["grad_norm"] == 0 and stats["ratio_max"] == 1
+    assert "entropy_learner" not in stats  # nothing was computed, which is not an entropy of 0
 
 
 def test_equal_rewards_still_pay_the_kl(policy, rows):  # docs/faults.md, 2: pinned
@@ -441,7 +547,7 @@ def test_one_update_has_ratio_one_and_reinforces(policy, rows, temperature):  # 
     seen, stats = ratios(policy, rows, temperature=temperature, micro_batch_tokens=30)
     assert all(not log_ratio.any() for log_ratio, _, _ in seen) and not any(b.old_logp_BT.requires_grad for *_, b in seen)
     assert stats["ratio_max"] == 1 and stats["clip_fraction"] == stats["approx_kl"] == 0
-    assert stats["grad_norm"] > 1e-3 and stats["entropy"] > 0
+    assert stats["grad_norm"] > 1e-3 and stats["entropy_learner"] > 0
     assert stats["loss"] == pytest.approx(-ADVANTAGES.mean().item(), abs=1e-6)  # the value says nothing about learning
 
 

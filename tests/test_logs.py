@@ -1,12 +1,12 @@
 """rl/logs.py and rl/tokens.py: lines of a run. A line that is broken: test_trust.py."""
 import pytest
 import torch
-from conftest import CLOCK, batch_of, make_rows
+from conftest import CLOCK, batch_of, make_rows, play_shouting
 from test_report import made
 
 import grpo
-from rl.learner import row_logps
-from rl.logs import read
+from rl.learner import pad, row_logps, token_logps
+from rl.logs import episode_metrics, read
 from rl.tokens import log_ratios
 
 
@@ -30,6 +30,19 @@ def test_a_run_stores_its_tokens_and_is_the_same_run(tmp_path):
     assert any(line["advantage"] for line in lines) and any(any(row["log_ratio"]) for line in lines for row in line["rows"])
     data = made(tmp_path, tokens).data
     assert sum(bool(e[10]) for e in data["episodes"]) == 8 and len(data["episodes"]) == 24
+
+
+def test_the_entropy_is_that_of_all_sampled_tokens(policy, word_chat):
+    """Those of dead groups too, which the learner does not compute; no entropy at all where nothing was sampled."""
+    played = play_shouting(policy, word_chat)
+    found = [entropy for t in played for turn in t.turns for entropy in turn.action_ids.entropies]
+    rows = [row for t in played for row in t.rows]
+    _, entropy_BT = token_logps(policy, *pad(rows, word_chat.pad_id, "cpu"))
+    assert len(found) == sum(t.length for t in played) == (entropy_BT != 0).sum()
+    metrics = episode_metrics(played, 4)
+    assert metrics["entropy"] == pytest.approx(entropy_BT.sum().item() / len(found), abs=1e-4)
+    assert metrics["dead_group_fraction"] > 0
+    assert "entropy" not in episode_metrics(play_shouting(policy, word_chat, temperature=0.0), 4)
 
 
 def test_log_ratios_are_after_less_sampled(policy, word_chat):

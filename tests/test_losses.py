@@ -12,10 +12,12 @@ import torch
 from dapo import dapo_loss, fill_batch, keep_group, overlong_penalty
 from grpo import group_advantages, grpo_loss
 from gspo import gspo_loss
+from rl.logs import episode_metrics
 
 NAN, INF = math.nan, math.inf
-BETA = 0.1
-LOSSES = ["grpo", "grpo+kl", "dapo", "gspo"]
+BETA, COEF = 0.1, 0.2
+TERMS = ("", "+kl", "+entropy")
+LOSSES = [name + term for name in ("grpo", "dapo", "gspo") for term in TERMS]
 every_loss = pytest.mark.parametrize("name", LOSSES)
 three_seeds = pytest.mark.parametrize("seed", range(3))
 
@@ -27,9 +29,11 @@ class Batch:
     ref: torch.Tensor
     A: torch.Tensor
     mask: torch.Tensor
+    entropy: torch.Tensor
     lengths: torch.Tensor | None = None  # None: the loss's own default
     N: int = 0
     num_tokens: int = 0
+    sums: torch.Tensor | None = None  # GSPO: log-ratios of the whole trajectory
 
 
 def make_batch(seed, on_policy=False, equal_lengths=False, B=12, T=9):
@@ -45,18 +49,21 @@ def make_batch(seed, on_policy=False, equal_lengths=False, B=12, T=9):
     old = logp - (0 if on_policy else scale * torch.randn(B, T, generator=g, dtype=torch.float64))
     ref = logp + 0.5 * torch.randn(B, T, generator=g, dtype=torch.float64)
     A = group_advantages(torch.rand(B, generator=g), torch.arange(B) // 4).double()
-    return Batch(logp, old, ref, A, mask, N=B, num_tokens=int(mask.sum()))
+    entropy = 3 * torch.rand(B, T, generator=g, dtype=torch.float64)
+    return Batch(logp, old, ref, A, mask, entropy, N=B, num_tokens=int(mask.sum()))
 
 
 def loss(name, b, rows=slice(None)):
     args = b.logp[rows], b.old[rows], b.A[rows], b.mask[rows]
-    lengths = None if b.lengths is None else b.lengths[rows]
+    lengths, sums = (None if x is None else x[rows] for x in (b.lengths, b.sums))
+    name, _, term = name.partition("+")
+    more = {"kl": {"beta": BETA, "ref_logp_BT": b.ref[rows]}, "entropy": {"entropy_coef": COEF, "entropy_BT": b.entropy[rows]},
+            "": {}}[term]
     if name == "dapo":
-        return dapo_loss(*args, num_tokens=b.num_tokens)
+        return dapo_loss(*args, num_tokens=b.num_tokens, **more)
     if name == "gspo":
-        return gspo_loss(*args, num_trajectories=b.N, lengths_B=lengths)
-    kl = {"beta": BETA, "ref_logp_BT": b.ref[rows]} if name == "grpo+kl" else {}
-    return grpo_loss(*args, num_trajectories=b.N, lengths_B=lengths, **kl)
+        return gspo_loss(*args, num_trajectories=b.N, lengths_B=lengths, log_ratio_sums_B=sums, **more)
+    return grpo_loss(*args, num_trajectories=b.N, lengths_B=lengths, **more)
 
 
 def value_and_grad(function, b, *args):
@@ -82,21 +89,20 @@ def loop_surrogate(ratio, A, low, high):
 
 
 def loop_loss(b, name):
-    total = 0 * b.logp.sum()
+    total, (name, _, extra) = 0 * b.logp.sum(), name.partition("+")
     for i in range(len(b.logp)):
         A, tokens = b.A[i].item(), [t for t in range(b.mask.shape[1]) if b.mask[i, t]]
         if name == "gspo":
             s = (sum(b.logp[i, t] - b.old[i, t] for t in tokens) / len(tokens)).exp()
             total = total + loop_surrogate(s, A, 1 - 3e-4, 1 + 4e-4) / b.N
-        for t in tokens if name != "gspo" else []:
+        for t in tokens:
             ratio = b.logp[i, t].exp() / b.old[i, t].exp()
-            if name == "dapo":
-                total = total + loop_surrogate(ratio, A, 0.8, 1.28) / sum(int(m) for m in b.mask.flatten())
-                continue
-            term = loop_surrogate(ratio, A, 0.8, 1.2)
-            if name == "grpo+kl":
+            term = 0 if name == "gspo" else loop_surrogate(ratio, A, 0.8, 1.28 if name == "dapo" else 1.2)
+            if extra == "kl":
                 term = term - BETA * (b.ref[i, t].exp() / b.logp[i, t].exp() - (b.ref[i, t] - b.logp[i, t]) - 1)
-            total = total + term / len(tokens) / b.N
+            if extra == "entropy":
+                term = term + COEF * b.entropy[i, t]
+            total = total + term / (sum(int(m) for m in b.mask.flatten()) if name == "dapo" else len(tokens) * b.N)
     return -total
 
 
@@ -138,7 +144,7 @@ def test_clip_in_both_directions(name, low, high, A):
     margin = 1e-4 if name == "gspo" else 0.02
     ratios = torch.tensor([low - margin, low + margin, 1.0, high - margin, high + margin], dtype=torch.float64)
     zeros, mask = torch.zeros(5, 1, dtype=torch.float64), torch.ones(5, 1)
-    b = Batch(ratios.log()[:, None], zeros, zeros, torch.full((5,), A, dtype=torch.float64), mask, N=1, num_tokens=1)
+    b = Batch(ratios.log()[:, None], zeros, zeros, torch.full((5,), A, dtype=torch.float64), mask, zeros, N=1, num_tokens=1)
     value, grad = run(name, b)
     clipped = ratios.clamp(max=high) if A > 0 else ratios.clamp(min=low)
     assert_same([value, grad[:, 0]], [-(A * clipped).sum(), -A * ratios * (clipped == ratios)])
@@ -190,21 +196,40 @@ def test_group_of_one_is_an_error(rewards, groups):  # docs/faults.md, 4
 @every_loss
 @pytest.mark.parametrize("k", [2, 3, 9])
 def test_splitting_a_trajectory_into_rows_changes_nothing(name, k):  # docs/faults.md, 5
-    b = make_batch(0, on_policy=name == "gspo")  # GSPO's ratio is the row's own: equal only where it is 1
+    b = make_batch(0)
     b.A += 0.3  # so that the value is not near 0 and shows the weight too
-    part = torch.arange(9) * k // 9  # which of the k rows a token goes to; some of the rows hold no sampled token
-    b.lengths = b.mask.sum(1)
-    split = Batch(*(x.repeat(k, 1) for x in (b.logp, b.old, b.ref)), b.A.repeat(k),
-                  torch.cat([b.mask & (part == j) for j in range(k)]), b.lengths.repeat(k), b.N, b.num_tokens)
-    value, grad = run(name, split)
+    value, grad = run(name, split(b, k))
     assert_same([value, grad.view(k, *b.mask.shape).sum(0)], run(name, b), rtol=1e-6)
+
+
+def split(b, k):
+    """Each trajectory cut into k rows, some of them without a sampled token. All first rows, then all second ones, and so on."""
+    part = torch.arange(9) * k // 9  # which of the k rows a token goes to
+    logp, old, ref, entropy = (x.repeat(k, 1) for x in (b.logp, b.old, b.ref, b.entropy))
+    mask = torch.cat([b.mask & (part == j) for j in range(k)])
+    sums = ((b.logp - b.old) * b.mask).sum(1).detach()
+    return Batch(logp, old, ref, b.A.repeat(k), mask, entropy, b.mask.sum(1).repeat(k), b.N, b.num_tokens, sums.repeat(k))
+
+
+@pytest.mark.parametrize("size", [1, 5, 7, 36])
+@three_seeds
+def test_a_trajectory_in_rows_has_one_ratio_wherever_micro_batches_cut(seed, size):
+    """FEE's Eqs. 9 and 10: value and gradient are those of one long row, the clip of a trajectory holds or leaves all its rows."""
+    b = make_batch(seed)
+    value, grad = value_and_grad(lambda cut: sum(loss("gspo", cut, slice(i, i + size)) for i in range(0, 36, size)), split(b, 3))
+    assert_same([value, grad.view(3, *b.mask.shape).sum(0)], run("gspo", b), rtol=1e-9)
+    alive = (grad.view(3, *b.mask.shape).sum(0) != 0).any(1)
+    assert alive.any() and not alive.all()
+    own = split(b, 3)  # the rows' own ratios are other ones
+    own.sums = None
+    assert not torch.allclose(run("gspo", own)[1], grad, rtol=1e-2)
 
 
 @every_loss
 @three_seeds
 def test_micro_batches_add_up(name, seed):  # docs/faults.md, 6
     b = make_batch(seed)
-    b.lengths = b.mask.sum(1)
+    b.lengths, b.sums = b.mask.sum(1), ((b.logp - b.old) * b.mask).sum(1) if seed else None
 
     def in_micro_batches(batch, size):
         return sum(loss(name, batch, slice(i, i + size)) for i in range(0, 12, size))
@@ -234,7 +259,7 @@ def test_all_masked_is_zero_and_finite(name):  # docs/faults.md, 7
 
 @every_loss
 @pytest.mark.parametrize("bad", [NAN, INF, -INF, 1e4])
-@pytest.mark.parametrize("where", [["logp"], ["old"], ["ref"], ["logp", "old", "ref"]], ids="+".join)
+@pytest.mark.parametrize("where", [["logp"], ["old"], ["ref"], ["entropy"], ["logp", "old", "ref"]], ids="+".join)
 def test_garbage_behind_the_mask_changes_nothing(name, bad, where):  # docs/faults.md, 8
     b = make_batch(0)
     dirty = replace(b, **{key: torch.where(b.mask, getattr(b, key), bad) for key in where})
@@ -312,8 +337,80 @@ def test_expected_k3_is_the_kl_to_the_reference():
 
 
 def test_kl_needs_a_reference():
-    with pytest.raises(ValueError, match="ref_logp"):
-        grpo_loss(*torch.zeros(2, 1, 1), torch.zeros(1), torch.ones(1, 1), num_trajectories=1, beta=0.1)
+    for loss, total in ((grpo_loss, "num_trajectories"), (dapo_loss, "num_tokens"), (gspo_loss, "num_trajectories")):
+        with pytest.raises(ValueError, match="ref_logp"):
+            loss(*torch.zeros(2, 1, 1), torch.zeros(1), torch.ones(1, 1), beta=0.1, **{total: 1})
+
+
+# Numbers that float cannot hold
+
+@every_loss
+@pytest.mark.parametrize("log_ratio", [100.0, 1e4, INF, 60.0, -100.0, -1e4, -INF])
+@pytest.mark.parametrize("A", [1.0, -1.0, 0.0])
+def test_a_log_ratio_that_overflows_leaves_gradients_finite(name, log_ratio, A):  # docs/faults.md, 40
+    """A token that the clip holds has gradient 0, and no other token notices it; in fp32, where exp(89) is infinite."""
+    b = make_batch(0)
+    b = replace(b, **{key: getattr(b, key).float() for key in ("logp", "old", "ref", "A", "entropy")})
+    others = b.mask.clone()
+    others[1] = False
+    b.A[1] = A
+    wild = replace(b, old=b.old.clone())
+    wild.old[1] = b.logp[1] - (log_ratio if log_ratio < INF else 1e30)
+    value, grad = run(name, wild)
+    assert value.isfinite() and grad.isfinite().all()
+    assert torch.equal(grad[others], run(name, b)[1][others])
+    if not name.endswith("+kl") and A * log_ratio >= 0:  # held by the clip, or without a say
+        assert not grad[1].any()
+
+
+@pytest.mark.parametrize("name", ["grpo+kl", "dapo+kl", "gspo+kl"])
+@pytest.mark.parametrize("gap", [100.0, -100.0, 60.0])
+def test_a_reference_far_away_leaves_gradients_finite(name, gap):  # docs/faults.md, 40
+    b = make_batch(0)
+    b = replace(b, **{key: getattr(b, key).float() for key in ("logp", "old", "ref", "A", "entropy")})
+    b.ref[2] = b.logp[2] + gap
+    value, grad = run(name, b)
+    assert value.isfinite() and grad.isfinite().all()
+    if gap < 0:  # k3 is linear there: the policy is drawn down to the reference
+        plain = run(name.removesuffix("+kl"), b)[1]
+        assert ((grad - plain)[2][b.mask[2]] > 0).all()
+
+
+@every_loss
+@pytest.mark.parametrize("which", [("logp",), ("old",), ("logp", "old", "ref", "A", "entropy")], ids="+".join)
+def test_log_probs_in_bf16_are_computed_in_fp32(name, which):  # docs/faults.md, 41
+    """The same rounded numbers give the same loss in either type: between 1 and 1.0078 bf16 has nothing, GSPO's clip range is 4e-4."""
+    b = make_batch(0)
+    rounded = replace(b, **{key: getattr(b, key).bfloat16() if key in which else getattr(b, key).float()
+                            for key in ("logp", "old", "ref", "A", "entropy")})
+    exact = replace(rounded, **{key: getattr(rounded, key).float() for key in which})
+    assert loss(name, rounded).dtype == torch.float32
+    value, grad = run(name, rounded)
+    assert_same([value], [run(name, exact)[0]], rtol=1e-6)
+    assert grad.dtype == rounded.logp.dtype
+    torch.testing.assert_close(grad.float(), run(name, exact)[1], rtol=1e-2, atol=1e-4)
+
+
+SAME = [[0.07 + 0.6, 0.67], [0.1 + 0.2, 0.3, 0.3], [-0.1 - 0.2, -0.3], [1e-20 * 3, 3e-20], [sum([0.1] * 10), 1.0, NAN],
+        [1e6 + 0.1, 1e6 + 0.1 + 1e-9]]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("rewards", SAME)
+def test_rewards_equal_but_for_rounding_are_a_dead_group(rewards, dtype):  # docs/faults.md, 42
+    rewards_G = torch.tensor(rewards, dtype=torch.float64).to(dtype)
+    if dtype == torch.float32 and rewards[0] == 0.07 + 0.6:  # added in fp32 by an environment, then a Python number
+        rewards_G = torch.stack([torch.tensor(0.07) + torch.tensor(0.6), torch.tensor(0.67)]).double()
+    assert not group_advantages(rewards_G, [0] * len(rewards_G)).any()
+    assert keep_group(rewards_G) is False
+    episodes = [SimpleNamespace(reward=r, turns=[], rows=[], length=0, success=False, enriched=False, end="", info={})
+                for r in rewards_G.tolist()]
+    assert episode_metrics(episodes, len(episodes))["dead_group_fraction"] == 1
+
+
+@pytest.mark.parametrize("rewards", [[0.67, 0.671], [1e-7, 0], [1.0, 1.0001], [-1e-3, -1.1e-3], [0, 1e-30]])
+def test_rewards_that_differ_are_a_live_group(rewards):  # docs/faults.md, 42
+    assert keep_group(rewards) is True and (group_advantages(rewards, [0, 0]) != 0).all()
 
 
 @pytest.mark.parametrize("rewards, kept", [

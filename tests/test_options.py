@@ -36,7 +36,11 @@ def test_bad_input_is_one_line_and_leaves_nothing(argv, word, tmp_path):
 
 @pytest.mark.parametrize("main, argv, word", [
     (dapo.main, ["--max-rounds", "0"], "max-rounds"), (dapo.main, ["--overlong-max", "-5"], "overlong"),
-    (dapo.main, ["--overlong-max", "5", "--overlong-cache", "6"], "overlong"), (gspo.main, ["--eps-low", "-1"], "eps-low")])
+    (dapo.main, ["--overlong-max", "5", "--overlong-cache", "6"], "overlong"), (gspo.main, ["--eps-low", "-1"], "eps-low"),
+    (gspo.main, ["--ratio", "token"], "--ratio must be trajectory or row"), (dapo.main, ["--beta", "-1"], "beta"),
+    (gspo.main, ["--entropy-coef", "-1"], "entropy-coef"), (dapo.main, ["--entropy-coef", "inf"], "entropy-coef"),
+    (grpo.main, ["--entropy-coef", "nan"], "entropy-coef"), (grpo.main, ["--invalid-action-penalty", "-0.1"], "invalid-action-penalty"),
+    (gspo.main, ["--invalid-action-penalty", "inf"], "invalid-action-penalty")])
 def test_bad_input_to_one_algorithm(main, argv, word, tmp_path):
     with pytest.raises(BadInput, match=word):
         main([*SMALL, "--out", str(tmp_path / "run"), *argv])

@@ -71,6 +71,33 @@ def test_a_sampled_token_carries_its_log_prob(policy, word_chat, temperature):
     assert all(len(row.sampled_logp) < len(row.ids) for row in greedy)
 
 
+@pytest.mark.parametrize("temperature", [1.0, 0.6, 1.5])
+def test_a_sampled_token_carries_the_entropy_of_what_it_was_drawn_from(base, word_chat, monkeypatch, temperature):
+    seen = watched(base, monkeypatch)
+    answers = sampler(base, word_chat, temperature=temperature, max_new_tokens=6)(PROMPTS)
+    for n, logits in enumerate(seen[0].logits):
+        wanted = torch.distributions.Categorical(logits=logits.double() / temperature).entropy()
+        for row, answer in enumerate(answers):
+            if n < len(answer):
+                assert answer.entropies[n] == pytest.approx(wanted[row].item(), abs=1e-5)
+    assert all(len(answer.entropies) == len(answer) for answer in answers)
+    assert all(answer.entropies is None for answer in sampler(base, word_chat, temperature=0, max_new_tokens=2)(PROMPTS))
+
+
+def test_entropies_at_the_real_vocabulary_and_of_distributions_that_are_sure(qwen3_model, qwen3, monkeypatch):
+    head, logits = qwen3_model.get_output_embeddings(), []
+
+    def shifted(head, args, out):  # far from 0, as a model of billions of parameters may have its logits
+        logits.append((100 + 40 * out).double()[:, -1])
+        return logits[-1].float()[:, None]
+
+    hook = head.register_forward_hook(shifted)
+    [answer] = sampler(qwen3_model, Chat(qwen3), temperature=0.7, max_new_tokens=5)([[1, 2, 3]])
+    hook.remove()
+    wanted = [torch.distributions.Categorical(logits=z / 0.7).entropy().item() for z in logits]
+    assert answer.entropies == pytest.approx(wanted[:len(answer)], abs=1e-3) and min(answer.entropies) > -1e-4
+
+
 def test_temperature_zero_is_greedy(base, word_chat):
     torch.manual_seed(0)
     once = sampler(base, word_chat, temperature=0, max_new_tokens=6)(PROMPTS)

@@ -11,9 +11,9 @@ import dapo
 import grpo
 import gspo
 from envs import BadInput, Env
-from rl.logs import read
+from rl.logs import episode_metrics, read
 from rl.options import Config
-from rl.rollout import Row, Trajectory
+from rl.rollout import Row, Trajectory, Turn
 from rl.train import Algorithm, Step
 
 
@@ -93,6 +93,33 @@ def test_the_overlong_penalty_counts_the_policys_own_tokens():  # docs/faults.md
     step = Step(Config(), Algorithm(**dapo.algorithm(options, grpo.group_advantages)), None, None, None)
     short, long, beside_much_else = step.advantages([episode(4, 0), episode(8, 0), episode(4, 500)]).tolist()
     assert short == beside_much_else > long
+
+
+def test_an_invalid_action_costs_advantage_and_not_reward():
+    """Its share of the episode's turns, so that a success with invalid turns stands above a failure without one."""
+    def episode(reward, *valid):
+        return Trajectory("a", 0, 0, False, turns=[Turn([], [], "", "", 0, v, "end") for v in valid], reward=reward)
+
+    played = [episode(1.0, True, True), episode(1.0, False, True), episode(0.0, True), episode(math.nan, False)]
+    for penalty, wanted in ((0.0, [1, 1, 0, math.nan]), (0.1, [1, 0.95, 0, math.nan])):
+        for module in (grpo, dapo, gspo):
+            more = [] if module is grpo else [grpo.group_advantages]
+            algorithm = Algorithm(**module.algorithm(module.Options(), *more))
+            step = Step(Config(invalid_action_penalty=penalty), algorithm, None, None, None)
+            assert step.advantages(played).tolist() == grpo.group_advantages(wanted, [0] * 4).tolist()
+    assert episode_metrics(played, 4)["reward"] == pytest.approx(2 / 3)
+    step = Step(Config(invalid_action_penalty=0.1), algorithm, None, None, None)
+    all_lost = step.advantages([episode(0.0, True), episode(0.0, False), episode(0.0)]).tolist()
+    assert all_lost[0] == all_lost[2] > 0 > all_lost[1]  # a group without success has an advantage then
+
+
+def test_a_run_takes_the_released_scripts_terms(tmp_path):
+    """KL, penalty and an entropy bonus with each algorithm: they reach the update, and the reward stays the benchmark's."""
+    for module in (grpo, dapo, gspo):
+        module.main([*SMALL, "--out", str(tmp_path / module.__name__), "--eval-every", "0", "--beta", "0.01", "--entropy-coef", "0.01",
+                     "--invalid-action-penalty", "0.1"])
+        for row in read(tmp_path / module.__name__ / "metrics.jsonl"):
+            assert 0 <= row["reward"] <= 1 and row["entropy"] > 0 and row["entropy_learner"] > 0 and row["kl_reference"] >= 0
 
 
 @pytest.mark.parametrize("algorithm", [grpo, dapo, gspo], ids=lambda module: module.__name__)
