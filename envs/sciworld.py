@@ -52,7 +52,7 @@ TELEPORT = "\nteleport to ROOM"
 ELECTRICAL = "\nconnect OBJ to OBJ | disconnect OBJ (only where the task is about electricity)"
 COMMAND = re.compile(       # tells a command from prose; what is valid the simulator says
     "look|look around|inventory|task|wait1?|(look at|look in|read|examine|go|teleport to|open|close|pick up|put down|mix|activate|"
-    "deactivate|use|eat|flush|focus on|disconnect) OBJ|(move|pour|dunk|use|connect) OBJ (to|in|on) OBJ"
+    "deactivate|use|eat|flush|focus on|disconnect) OBJ|(move|pour|dunk|use|connect) OBJ (to|in|into|on) OBJ"
     .replace("OBJ", r"[\w ]{1,120}"), re.IGNORECASE)
 
 _lock = threading.RLock()   # around every use of the JVM: calls from two threads at once corrupt its state silently
