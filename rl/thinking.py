@@ -44,8 +44,9 @@ class Budget:
         """Where the end of thinking is due, its next token becomes the only one. ids_NT: prompts and new tokens so far."""
         if self.own:
             last_N = ids_NT[:, -1]
+            self.thinking_N &= last_N != self.end
             self.spent_N += self.thinking_N
-            self.thinking_N = (self.thinking_N | (last_N == (-1 if self.begin is None else self.begin))) & (last_N != self.end)
+            self.thinking_N |= last_N == (-1 if self.begin is None else self.begin)
             self.place_N += self.place_N >= 0
             self.place_N[self.place_N == len(self.closing)] = -1
         self.place_N[(self.place_N < 0) & self.thinking_N & (self.spent_N >= self.tokens)] = 0

@@ -81,9 +81,9 @@ def test_an_unended_thought_is_paid_nothing_and_stays_out_of_later_prompts(token
     [t] = play(chat, FakePolicy(unended, late, ended), "wait wait win", env=Door, history=history)
     assert [turn.valid for turn in t.turns] == [False, False, True] and t.reward == 1 and t.end == "success"
     prompts = [tokenizer.decode(turn.prompt_ids) for turn in t.turns]
-    assert not any("zebra" in prompt for prompt in prompts) and "wait" in prompts[2] and "What?" in prompts[2]
+    assert not any("zebra" in prompt for prompt in prompts) and "What?" in prompts[2]
     if history == "full":
-        assert "<|im_start|>assistant\n<|im_end|>" in prompts[1]
+        assert "<|im_start|>assistant\n<|im_end|>" in prompts[1] and "<|im_start|>assistant\nwait<|im_end|>" in prompts[2]
     assert [i for row in t.rows for i, own in zip(row.ids, row.mask) if own] == unended + late + ended
     assert rebuild_rows(without_hints(t), chat, history) == t.rows
 
@@ -168,7 +168,9 @@ def test_the_sampler_forces_and_says_what_it_forced(opens, temperature):  # docs
         assert len(answer) <= 9 and len(answer.mask) == len(answer) and free.mask is None
         if opens.think_end in free[:4] or len(free) <= 4:
             continue
-        assert answer[:4] == free[:4] and answer[4] == opens.think_end and answer.mask == [1] * 4 + [0] + [1] * (len(answer) - 5)
+        assert answer[:4] == free[:4] and answer[4] == opens.think_end and answer.mask[:5] == [1, 1, 1, 1, 0]
+        for n in range(5, len(answer)):  # a second thought is closed at once
+            assert answer.mask[n] == (answer[n - 1] != opens.think_begin) or answer[n] == opens.think_end
         assert temperature == 0 or answer.logps[4] == 0.0 and min(answer.logps) < 0
     assert sum(answer.mask[4:5] == [0] for answer in answers) > 6
     if temperature == 0:
