@@ -75,7 +75,8 @@ def evaluate_run(config, run):
         if why := schedule.why_no_hints(envs[0], tasks, limits["max_turns"]):
             raise BadInput(why)
         settings.append((f", hinted ({config.enrich}): not the standard environment", schedule.wrap(envs), True))
-    act = sampler(model, chat, temperature=config.temperature, max_new_tokens=config.max_new_tokens)
+    act = sampler(model, chat, temperature=config.temperature, max_new_tokens=config.max_new_tokens,
+                  thinking_budget=config.thinking_budget)
 
     def play(name):
         for note, own, enriched in settings:

@@ -7,7 +7,8 @@ and nothing outside its file knows the benchmark. To add one, write `envs/<name>
 import ast
 import importlib
 import inspect
-import re
+
+from envs.action import after_thinking, parse_action  # noqa: F401, for an environment's `step` and its callers
 
 
 class BadInput(ValueError):
@@ -37,6 +38,9 @@ class Env:
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict]:
         """Act with the policy's raw text of this turn. Returns (observation, reward, terminated, truncated, info).
+
+        Thinking is part of the text, with "<think>" before it where the prompt has opened it. `parse_action` (action.py) reads
+        the command behind it. Thinking that did not end is an invalid action, and `invalid` says so in the observation.
 
         `info` holds `success: bool`, `valid: bool` and, where the benchmark has them, `admissible: list[str]`;
         a benchmark with a graded score adds `score: float`; one that asks for what cannot be done adds `abstain_turns`,
@@ -146,17 +150,6 @@ def refuse_unknown(what: str, value, known):
     """Raise BadInput, with what there is, for a value of an option that is not among the known ones."""
     if value not in known:
         raise BadInput(f"unknown {what} {value!r}: use one of {', '.join(known)}")
-
-
-def parse_action(text: str) -> str:
-    """The command in a policy's text: after any thinking, the last <action>...</action>, else the first line
-    that is not empty, without a leading "Action:" or ">". Nothing else is mended."""
-    text = text.rpartition("</think>")[2]
-    tagged = re.findall(r"<action>(.*?)</action>", text, re.DOTALL)
-    if tagged:
-        text = tagged[-1]
-    line = next((line.strip() for line in text.splitlines() if line.strip()), "")
-    return re.sub(r"^(action\s*:|>)\s*", "", line, flags=re.IGNORECASE).strip()
 
 
 def plain(text: str) -> str:

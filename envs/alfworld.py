@@ -32,7 +32,8 @@ from collections import defaultdict
 from pathlib import Path
 from unittest import mock
 
-from envs import BadInput, Env, parse_action, refuse_unknown
+from envs import BadInput, Env, refuse_unknown
+from envs.action import invalid, parse_action
 
 SPLITS = {"train": "train", "valid": "valid_seen", "test": "valid_unseen"}
 TASK_TYPES = ("pick_and_place_simple", "look_at_obj_in_light", "pick_clean_then_place_in_recep",
@@ -143,13 +144,13 @@ class ALFWorld(Env):
         """Raises RuntimeError after the end."""
         if self._done:
             raise RuntimeError("this episode is over: call reset()")
-        command = parse_action(action).lower()
+        command = parse_action(action, lambda line: line.lower() in self._state.admissible_commands).lower()
         valid = command in self._state.admissible_commands
         with _lock:
             self._state, _, _ = self._env.step(command)     # looks the text up among the valid commands, no more
         self._followed += valid and [command] == self._walkthrough[self._followed:self._followed + 1]
         self._done = bool(self._state.won)
-        return self._view(self._state.feedback), float(self._done), self._done, False, self._info(valid)
+        return self._view(invalid(self._state.feedback.strip(), action)), float(self._done), self._done, False, self._info(valid)
 
     def gold_action(self):
         """The walkthrough's command after those already followed, in order and with any others between. If it is not

@@ -17,7 +17,8 @@ The task decides the house, the doors, the listed commands and whether it can be
 import random
 from functools import lru_cache
 
-from envs import BadInput, Env, parse_action, refuse_unknown
+from envs import BadInput, Env, refuse_unknown
+from envs.action import invalid, parse_action
 
 METALS = ["iron", "gold", "brass", "tin", "zinc", "lead", "steel", "silver"]
 COLOURS = ["red", "blue", "green", "white", "black", "pink", "grey", "brown"]
@@ -106,11 +107,11 @@ class KeyDoor(Env):
     def step(self, action):
         if self.over:
             raise RuntimeError("the episode is over: call reset")
-        command = parse_action(action).lower()
+        command = parse_action(action, lambda line: line.lower() in self.lists[self.stage]).lower()
         valid = command in self.lists[self.stage]
         if not valid or (command != self.gold_action() and not self.practice):
             self.over = True
-            return "The alarm rings.", 0.0, True, False, self._info(valid)
+            return invalid("The alarm rings.", action), 0.0, True, False, self._info(valid)
         self.stage += 1
         if self.stage < self.stages:
             done = ["Taken.", "Unlocked.", "Opened."][(self.stage - 1) % 3]

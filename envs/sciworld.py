@@ -30,10 +30,12 @@ import contextlib
 import json
 import os
 import random
+import re
 import shutil
 import threading
 
-from envs import BadInput, Env, parse_action, refuse_unknown
+from envs import BadInput, Env, refuse_unknown
+from envs.action import invalid, parse_action
 
 SIMPLIFICATIONS = ("teleportAction", "selfWateringFlowerPots", "openContainers", "openDoors", "noElectricalAction")
 SPLITS = {"train": "getVariationsTrain", "valid": "getVariationsDev", "test": "getVariationsTest"}
@@ -52,6 +54,10 @@ focus on OBJ (to point out what the task asks for, and nothing else: a wrong obj
 wait (ten moments) | wait1 (one moment)"""
 TELEPORT = "\nteleport to ROOM"
 ELECTRICAL = "\nconnect OBJ to OBJ | disconnect OBJ (only where the task is about electricity)"
+COMMAND = re.compile(       # tells a command from prose; what is valid the simulator says
+    "look|look around|inventory|task|wait1?|(look at|look in|read|examine|go|teleport to|open|close|pick up|put down|mix|activate|"
+    "deactivate|use|eat|flush|focus on|disconnect) OBJ|(move|pour|dunk|use|connect) OBJ (to|in|into|on) OBJ"
+    .replace("OBJ", r"[\w ]{1,120}"), re.IGNORECASE)
 
 _lock = threading.RLock()   # around every use of the JVM: calls from two threads at once corrupt its state silently
 _java = None                # the JVM of this process, started by the first call that needs it
@@ -236,7 +242,7 @@ class SciWorld(Env):
         if the JVM has, RuntimeError if it failed inside or if the episode is over: after its end the simulator would answer on."""
         if self._done:
             raise RuntimeError("this episode is over: call reset()")
-        command = parse_action(action)
+        command = parse_action(action, COMMAND.fullmatch)
         with self._placed(self._turns + 1):
             self._turns += 1
             text = self._server.step(command)
@@ -249,8 +255,8 @@ class SciWorld(Env):
                 self._done = True
                 raise RuntimeError(f"ScienceWorld failed inside in {self._task}: {text}")
             moves = self._server.getNumMoves()
-            text = text.strip()
-            valid = text != "No known action matches that input."
+            valid = text.strip() != "No known action matches that input."
+            text = invalid(text.strip(), action)
             if not terminated and self.admissible != "none":
                 text += f"\n\n{self._at_hand()}"
         self._done = terminated

@@ -18,7 +18,8 @@ the question, so equal questions share a split. The hub could not be reached whe
 tried on a stand-in of the same form alone.
 
 Deviations and decisions, ours
- 1. The last complete <answer></answer> after any thinking counts, and without one the answer is wrong: nothing is guessed.
+ 1. The last complete <answer></answer> after any thinking counts, in any case, and without one the answer is wrong: nothing is
+    guessed. Thinking that did not end holds no answer.
  2. A text that normalises to nothing ("The", "?") is compared as it is; officially it would equal an empty answer.
  3. An output over 20,000 characters is invalid. Question and context each end at 6,000 characters.
  4. Retrieval (not in the paper): BM25 over all passages of the file, those of other questions included; `top` passages a
@@ -36,6 +37,7 @@ from collections import Counter
 from pathlib import Path
 
 from envs import BadInput, Env, refuse_unknown
+from envs.action import after_thinking, invalid, last_tag
 
 HUB = "lucadiliello/searchqa"
 SPLITS = ("train", "valid", "test")
@@ -67,14 +69,6 @@ def f1(answer: str, golds: list[str]) -> float:
     """The best over the gold answers of 2 * common words / all words of both."""
     words, *golds = (Counter(normalise(text).split()) for text in (answer, *golds))
     return max((2 * (words & gold).total() / max(words.total() + gold.total(), 1) for gold in golds), default=0.0)
-
-
-def last_tag(text: str, names=("answer",)) -> tuple[str, str] | None:
-    """(name, content) of the complete tag that ends last, after any thinking. Linear in the text, whatever it holds."""
-    text = text.rpartition("</think>")[2]
-    end, name = max((text.rfind(f"</{name}>"), name) for name in names)
-    start = text.rfind(f"<{name}>", 0, end) if end >= 0 else -1
-    return (name, text[start + len(name) + 2:end].strip()) if start >= 0 else None
 
 
 # The data
@@ -254,11 +248,12 @@ class SearchQA(Env):
             raise RuntimeError("the episode is over: call reset")
         self._turn += 1
         names = ("search", "answer") if self.retrieval else ("answer",)
-        tag = last_tag(action, names) if len(action) <= MAX_OUTPUT else None
+        tag = last_tag(after_thinking(action) or "", names) if len(action) <= MAX_OUTPUT else None
         if tag is None and len(action) > MAX_OUTPUT:
             text = f"Invalid: {len(action)} characters are too many."
         elif tag is None:
             text = f"Invalid: write {'<search></search> or ' if self.retrieval else ''}<answer></answer>."
+            text = invalid(text, action)
         elif tag[0] == "answer":
             self._done, right = True, exact_match(tag[1], self._record["answers"])
             info = {"success": bool(right), "valid": True, "score": f1(tag[1], self._record["answers"])}

@@ -169,7 +169,8 @@ class Run:
 
     def episodes(self, requests, state):
         """Play with the model as it is now, sampled."""
-        act = sampler(self.model, self.chat, temperature=self.config.temperature, max_new_tokens=self.config.max_new_tokens)
+        act = sampler(self.model, self.chat, temperature=self.config.temperature, max_new_tokens=self.config.max_new_tokens,
+                      thinking_budget=self.config.thinking_budget)
         return rollout(act, self.chat, self.envs_with(state), requests, **self.limits)
 
     def play(self, round_, policy, what, tasks, state, times=1):
@@ -187,7 +188,7 @@ class Run:
         """`evaluate` on the fixed tasks of a split; the answer is kept, as it is the same each time."""
         if (split, policy, state) not in self.successes:
             act = sampler(self.load(policy), self.chat, temperature=self.config.eval_temperature,
-                          max_new_tokens=self.config.max_new_tokens)
+                          max_new_tokens=self.config.max_new_tokens, thinking_budget=self.config.thinking_budget)
             torch.manual_seed(self.config.seed)
             tasks = fixed_tasks(self.tasks[split], self.config.eval_episodes)
             self.successes[split, policy, state] = evaluate(act, self.chat, self.envs_with(state), tasks, **self.limits)

@@ -50,7 +50,8 @@ def both_rows(trajectory, chat, history, state, place="prompt"):
         informed = with_notes(plain, state)
     with_, without = (rebuild_rows(t, chat, history) for t in (informed, plain))
     sampled = [[[i for i, own in zip(row.ids, row.mask) if own] for row in rows] for rows in (with_, without)]
-    if sampled[0] != sampled[1] or sum(sampled[0], []) != [i for turn in trajectory.turns for i in turn.action_ids]:
+    own = [i for row in trajectory.rows for i, own in zip(row.ids, row.mask) if own]
+    if sampled[0] != sampled[1] or sum(sampled[0], []) != own:
         raise AssertionError("teacher and student do not score the same token ids")
     return list(zip(with_, without))
 

@@ -12,7 +12,7 @@ from functools import lru_cache
 
 from jinja2 import TemplateError
 
-from envs import BadInput
+from envs import BadInput, after_thinking
 
 END_TOKENS = ("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|end_of_text|>", "</s>")
 
@@ -29,9 +29,10 @@ class Chat:
         ends += [self.added[token] for token in END_TOKENS if token in self.added]
         self.end_ids = frozenset(i for i in [*ends, tokenizer.eos_token_id] if i is not None)
         self.pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else min(self.end_ids)
-        self.think_end = self.added.get("</think>")
+        self.think_begin, self.think_end = self.added.get("<think>"), self.added.get("</think>")
         seen = self.render((("user", "\ue000"), ("assistant", "\ue001</think>\ue002"), ("user", "\ue003")))
         self.strips_thinking, self.no_space = self.think_end is not None and "\ue001" not in seen, not seen.endswith(" ")
+        self.opened = "<think>" if after_thinking(seen.rpartition("\ue003")[2]) is None else ""  # by the template, before an answer
         self.text_ids, self.template_ids, self.specials = (
             lru_cache(maxsize=4096)(work) for work in (self._text_ids, self._template_ids, lambda text: [
                 i for i in self.tokenizer(text, add_special_tokens=False)["input_ids"] if i in self.special_ids]))
@@ -58,13 +59,14 @@ class Chat:
         return tuple(i for i in ids if i not in self.special_ids)
 
     def history_ids(self, action_ids) -> tuple[int, ...]:
-        """What stays of a sampled action in later prompts: no end token, and no thinking if the template strips it."""
+        """What stays of a sampled action in later prompts: no end token, and no thinking, ended or not, if the template strips it."""
         ids = list(action_ids)
         if ids and ids[-1] in self.end_ids:
             ids.pop()
-        if self.strips_thinking and self.think_end in ids:
-            ids = ids[len(ids) - ids[::-1].index(self.think_end):]
-            while ids and not self.tokenizer.decode(ids[:1]).strip():
+        if self.strips_thinking:
+            begin = len(ids) - ids[::-1].index(self.think_end) if self.think_end in ids else len(ids) * bool(self.opened)
+            ids = ids[begin:ids.index(self.think_begin, begin) if self.think_begin in ids[begin:] else None]
+            while begin and ids and not self.tokenizer.decode(ids[:1]).strip():
                 ids.pop(0)
         return tuple(ids)
 
@@ -103,4 +105,5 @@ class Chat:
         return self._template_ids("a" + text)[len(self._template_ids("a")):]
 
     def action_text(self, action_ids) -> str:
-        return self.tokenizer.decode([i for i in action_ids if i not in self.end_ids])
+        """What the policy wrote, with the <think> that the template has opened for it."""
+        return self.opened + self.tokenizer.decode([i for i in action_ids if i not in self.end_ids])

@@ -43,6 +43,7 @@ class Playing(Environment):
     history: str = option("full", "full: the whole conversation; window:N: the first observation, all actions and the last N "
                                   "observations")
     thinking: bool = option(False, "let a model that can think do so (chat templates with enable_thinking)")
+    thinking_budget: int = option(0, "tokens of thinking per turn; then its end is written into the answer (0: off)")
     num_envs: int = option(128, "parallel episodes")
     step_timeout: float = option(120.0, "seconds that an environment may take for one step or reset (0: no limit)")
     eval_episodes: int = option(64, "tasks per evaluation, the same ones each time")
@@ -135,7 +136,8 @@ def refuse_bad_values(config):
     """Refuse what cannot work, before anything is loaded or written. A program has some of these options."""
     at_least = {"steps": 0, "group": 2, "tasks_per_step": 1, "minibatches": 1, "micro_batch_tokens": 1, "lora_rank": 1,
                 "max_turns": 0, "max_new_tokens": 1, "max_context": 2, "num_envs": 1, "eval_every": 0,
-                "eval_episodes": 1, "save_every": 1, "keep_every": 0, "warm_start_steps": 1, "warm_start_batch": 1, "log_tokens": 0}
+                "eval_episodes": 1, "save_every": 1, "keep_every": 0, "warm_start_steps": 1, "warm_start_batch": 1, "log_tokens": 0,
+                "thinking_budget": 0}
     why = {"group": ": an advantage compares the episodes of a group"}
     zero = {"temperature": "greedy", "eval_temperature": "greedy", "importance_cap": "off", "step_timeout": "no limit",
             "invalid_action_penalty": "none"}
@@ -154,6 +156,11 @@ def refuse_bad_values(config):
             raise BadInput(f"{flag} must be one of {', '.join(str(a) or 'nothing' for a in choices[name])}, got {value}")
         if name == "history" and not re.fullmatch(r"full|window:[1-9][0-9]*", value):
             raise BadInput(f"--history must be full or window:N, got {value!r}")
+    if budget := getattr(config, "thinking_budget", 0):
+        if not config.thinking:
+            raise BadInput("--thinking-budget needs --thinking")
+        if budget >= config.max_new_tokens:
+            raise BadInput(f"--thinking-budget {budget} leaves no room for an answer in --max-new-tokens {config.max_new_tokens}")
     if isinstance(config, Learning):
         if config.steps == 0 and not config.warm_start:
             raise BadInput("--steps 0 trains nothing: pass --warm-start random or gold, or more steps")

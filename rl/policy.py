@@ -12,6 +12,7 @@ from rl.chat import Chat
 from rl.learner import make_optimizer
 from rl.model import add_lora, adapter_base, freeze_reference, load_adapter, load_model, load_reference
 from rl.runs import write_config
+from rl.thinking import Budget
 from rl.tiny import tiny
 from rl.trial import try_model
 from rl.warmstart import warm_up
@@ -33,6 +34,10 @@ def load_policy(config, options, checkpoint=None):
         if checkpoint:
             load_reference(model, checkpoint)
         chat = tried_chat(model, tokenizer, config.thinking, config.max_context)
+        if config.thinking_budget:
+            Budget(chat, config.thinking_budget, config.max_new_tokens)  # raises BadInput where it cannot work
+    except BadInput:
+        raise
     except CANNOT_LOAD as error:
         raise BadInput(f"cannot load the model {config.model!r}: {str(error).strip().splitlines()[0]}") from error
     env_class(config.env).tool_call_form = tool_call_form(tokenizer)

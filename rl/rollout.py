@@ -14,7 +14,7 @@ import sys
 from collections import deque
 from dataclasses import dataclass, field
 
-from envs import BadInput, DoesNotFit, guard, plain
+from envs import BadInput, DoesNotFit, after_thinking, guard, plain
 from rl.chat import Chat
 
 
@@ -92,7 +92,7 @@ def messages_of(trajectory, chat, history):
     window = int(history.partition(":")[2])
     text = [trajectory.first_observation]
     for number, turn in enumerate(turns, 1):
-        text.append(f"Action {number}: {turn.action.rpartition('</think>')[2].strip()}")
+        text.append(f"Action {number}: {(after_thinking(turn.action) or '').strip()}")
         if number > len(turns) - window:
             text.append(turn.observation)
     return [*messages, ("user", "\n".join(text))]
@@ -104,7 +104,7 @@ def add_turn(rows: list[Row], prompt_ids: list[int], action_ids: list[int]):
         rows.append(Row([], []))
     new = prompt_ids[len(rows[-1].ids):]
     rows[-1].ids += new + action_ids
-    rows[-1].mask += [0] * len(new) + [1] * len(action_ids)
+    rows[-1].mask += [0] * len(new) + (getattr(action_ids, "mask", None) or [1] * len(action_ids))
     rows[-1].sampled_logp += [0.0] * len(new) + (getattr(action_ids, "logps", None) or [])
 
 

@@ -11,14 +11,16 @@ import torch
 from transformers import DynamicCache, GenerationConfig, LogitsProcessorList
 
 from rl.cache import Kept, begin, keeps_cache, left_pad
+from rl.thinking import Budget
 
 
 class Action(list):
-    """Sampled ids; for each its log-prob and the entropy of what it was drawn from, in nats, as the sampler saw them; None if greedy."""
-    logps = entropies = None
+    """Sampled ids; for each its log-prob and the entropy of what it was drawn from, in nats, as the sampler saw them, or None where it
+    was greedy; `mask`: 0 for those that the policy did not choose (thinking.py), or None where it chose all."""
+    logps = entropies = mask = None
 
 
-def sampler(model, chat, *, temperature: float = 1.0, max_new_tokens: int = 32, keep_cache: bool = True):
+def sampler(model, chat, *, temperature: float = 1.0, max_new_tokens: int = 32, keep_cache: bool = True, thinking_budget: int = 0):
     """`act(prompts) -> action ids`; temperature 0 is greedy. The whole distribution is sampled: `model` comes from
     `load_model`, which leaves no generation config that could cut it.
 
@@ -27,6 +29,7 @@ def sampler(model, chat, *, temperature: float = 1.0, max_new_tokens: int = 32, 
     causal = model.get_base_model() if hasattr(model, "get_base_model") else model
     config = GenerationConfig(do_sample=False, max_new_tokens=max_new_tokens, eos_token_id=sorted(chat.end_ids),
                               pad_token_id=chat.pad_id, repetition_penalty=1.0, num_beams=1)
+    budget = Budget(chat, thinking_budget, max_new_tokens) if thinking_budget else None
     keep_cache, kept = keep_cache and chat.keep_cache and keeps_cache(causal), None
 
     @torch.no_grad()
@@ -42,7 +45,7 @@ def sampler(model, chat, *, temperature: float = 1.0, max_new_tokens: int = 32, 
             ids_NT, mask_NT, cache = begin(causal, past, prompts, chat.pad_id)
         else:
             ids_NT, mask_NT, cache = *left_pad(prompts, chat.pad_id, model.device), DynamicCache(config=causal.config)
-        logps, above_mean = [], []
+        logps, above_mean, force = [], [], [budget.start(len(prompts), model.device)] if budget else []
 
         def draw(_, scores_NV):
             """Makes the token that is drawn the likeliest one."""
@@ -60,7 +63,7 @@ def sampler(model, chat, *, temperature: float = 1.0, max_new_tokens: int = 32, 
             lambda head, args: (args[0].clone(memory_format=torch.contiguous_format),))
         try:
             out_NT = model.generate(input_ids=ids_NT, attention_mask=mask_NT, generation_config=config, cache=cache,
-                                    logits_processor=LogitsProcessorList([draw] if temperature else []))
+                                    logits_processor=LogitsProcessorList(force + ([draw] if temperature else [])))
         finally:
             hook.remove()
             model.train(training)
@@ -73,6 +76,8 @@ def sampler(model, chat, *, temperature: float = 1.0, max_new_tokens: int = 32, 
             entropies_NT = torch.cat(above_mean, 1) / temperature - logps_NT  # log p is score / temperature less a constant
             for action, *of_tokens in zip(actions, logps_NT.tolist(), entropies_NT.tolist()):
                 action.logps, action.entropies = (values[:len(action)] for values in of_tokens)
+        if budget:
+            budget.mark(actions)
         if keep_cache:
             kept = Kept(cache, prompts, mask_NT, actions, len(sampled[0]))
         return actions

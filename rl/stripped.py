@@ -27,7 +27,9 @@ def rebuild_rows(trajectory, chat, history) -> list[Row]:
     rows = []
     for number, turn in enumerate(trajectory.turns):
         so_far = replace(trajectory, turns=trajectory.turns[:number])
-        add_turn(rows, chat.prompt(messages_of(so_far, chat, history), so_far.tools), list(turn.action_ids))
+        add_turn(rows, chat.prompt(messages_of(so_far, chat, history), so_far.tools), turn.action_ids)
+    for row in rows:
+        row.sampled_logp = []  # it is of the prompts that were sampled with
     return rows
 
 

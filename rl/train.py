@@ -130,8 +130,9 @@ def train(config, algorithm):
           tensorboard(folder, first_step, config.tensorboard) as to_board):
         # The policy, and its success before training
         model, chat, optimizer = first_policy(config, algorithm, options, folder, first_step, tasks["train"], limits)
-        act = sampler(model, chat, temperature=config.temperature, max_new_tokens=config.max_new_tokens)
-        test_act = sampler(model, chat, temperature=config.eval_temperature, max_new_tokens=config.max_new_tokens)
+        act, test_act = (sampler(model, chat, temperature=temperature, max_new_tokens=config.max_new_tokens,
+                                 thinking_budget=config.thinking_budget)
+                         for temperature in (config.temperature, config.eval_temperature))
         evaluations = Evaluations(config, folder, test_act, chat, envs, tasks, limits, to_board)
         if config.eval_every and first_step == 1:
             evaluations.while_training(0, model)

@@ -15,6 +15,7 @@ from tqdm import tqdm
 from envs import BadInput, Env, make_env
 from rl.learner import add_gradient, in_micro_batches, pad, token_logps
 from rl.rollout import Request, rollout
+from rl.thinking import closing_ids
 
 
 class Play(Env):
@@ -64,9 +65,10 @@ def play(make_env, chat, tasks, kind: str, *, seed: int, max_turns: int, named_s
     if kind not in ("random", "gold"):
         raise BadInput(f"warm start must be random or gold, got {kind!r}")
     env, end_id = Play(make_env(), kind, named_share), turn_end(chat)
+    closing = closing_ids(chat) if chat.opened else []  # thinking that the template has opened stays empty
 
     def act(prompts):  # one environment, so one prompt at a time, or none when its episode has ended
-        return [[*chat.text_ids(env.planned), end_id] for _ in prompts]
+        return [[*closing, *chat.text_ids(env.planned), end_id] for _ in prompts]
 
     return rollout(act, chat, [env], [Request(task, seed=seed + n) for n, task in enumerate(tasks)],
                    max_turns=max_turns, **limits)

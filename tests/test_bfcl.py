@@ -423,7 +423,7 @@ def test_hostile_text_is_invalid_and_runs_nothing(number, tmp_path):
 
 @pytest.mark.parametrize("text", [
     "", "[]", "[", "```\n```", "Done.", "I cannot do this: sort is missing.", "Done (see above).", "lambda: 0",
-    "<think>[ls()]</think>All done.", "<think>[ls()] and then"])
+    "<think>[ls()]</think>All done."])
 def test_text_without_a_call_ends_the_user_turn(text):
     env = BFCL()
     env.reset(task="base/0", seed=0)

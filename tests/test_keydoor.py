@@ -3,7 +3,7 @@ import random
 
 import pytest
 
-from envs import BadInput, env_class, make_env, parse_action, parse_options, select_tasks
+from envs import BadInput, env_class, make_env, parse_options, select_tasks
 from envs.keydoor import COLOURS, GIVE_UP, HOUSES, lock_metal
 
 DIFFICULTIES = [{}, {"stages": 1, "commands": 3}, {"stages": 4, "commands": 8}, {"stages": 6, "commands": 10, "families": 8},
@@ -162,12 +162,3 @@ def test_select_tasks_by_name_and_by_id():
     assert tasks and all(task.startswith("elm/") for task in tasks)
     assert select_tasks("keydoor", "test", [tasks[3]], {"families": 2}) == [tasks[3]]
     assert parse_options(["stages=4", "impossible=0.5", "name=a,b"]) == {"stages": 4, "impossible": 0.5, "name": "a,b"}
-
-
-@pytest.mark.parametrize("text, action", [
-    ("take iron key", "take iron key"), ("\n\n  look  \nmore", "look"), ("Action: look", "look"), ("> look", "look"),
-    ("I think\n<action> open door </action>", "open door"), ("<action>a</action> <action>b</action>", "b"),
-    ("<think>take\n<action>x</action></think>\n\nlook", "look"), ("", ""), ("<action></action>", ""),
-    ("<action>unclosed", "<action>unclosed")])
-def test_parse_action(text, action):
-    assert parse_action(text) == action
