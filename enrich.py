@@ -3,6 +3,7 @@ arXiv 2609.08404.
 
     python enrich.py --env keydoor                       # an episode, standard feedback beside enriched; the schedule
     python grpo.py --enrich hybrid --enrich-late 4,5     # train with it
+    python enrich.py --prompts --model FOLDER            # the same episode as a model reads it, and its rows
     python enrich.py --study --quick                     # strategies against each other (study.py)
     from enrich import EnrichedEnv, feedback_kind, group_is_enriched    # needs the standard library alone
 

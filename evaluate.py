@@ -12,7 +12,7 @@ from pathlib import Path
 
 from envs import BadInput, make_env, parse_options, split_tasks
 from rl.options import Hints, Playing, limits_of, option, parse, schedule_of
-from rl.runs import about, cli
+from rl.runs import BEFORE, about, cli
 
 
 @dataclass
@@ -41,7 +41,7 @@ def words_of_run(run) -> list[str]:
         raise BadInput(f"{run} is no finished run (no config.json or no adapter/); for a bare model pass --model")
     names = {field.name for field in fields(EvaluateOptions)} - {"temperature", "preset"}
     words = ["--temperature", str(about(run).get("eval_temperature", 0.0))]
-    for name, value in about(run).items():
+    for name, value in (BEFORE | about(run)).items():
         if name in names and value not in ("", []):
             words += [f"--{name}", *(map(str, value) if isinstance(value, list) else [str(value)])]
     return words

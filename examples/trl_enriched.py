@@ -11,7 +11,8 @@ checkpoints are TRL's. (`environment_factory`, its other way, lets a model act b
 1. The schedule's step is TRL's own count of optimizer steps, so it also holds after a resume.
 2. The coin of a group is thrown by (seed, step, task): every process finds the same, wherever it plays the group's episodes.
 3. `env_mask` is the mask made while sampling: observations and hints are context, never trained on. TRL has one row a
-   completion, so `history` is "full", and a chat template that drops earlier thinking is refused.
+   completion, so `history` is "full", past hints are kept (the paper's history is plain: a hinted turn is a row of its own), and a
+   chat template that drops earlier thinking is refused.
 4. An episode whose environment broke has the reward None, which TRL leaves out of the baseline and gives advantage 0.
 5. Evaluation by TRL is never enriched.
 6. Tried by hand on two CPU processes (torchrun, with use_cpu=True and ddp_backend="gloo"), not on GPUs, DeepSpeed or FSDP.
@@ -39,7 +40,7 @@ def enriched_rollouts(make_env, schedule, chat, max_new_tokens=32, num_envs=32, 
         with unwrap_model_for_generation(trainer.model_wrapped, trainer.accelerator) as policy:
             act = sampler(policy, chat, temperature=trainer.temperature, max_new_tokens=max_new_tokens)
             played = rollout(act, chat, now.wrap(envs), requests, max_new_tokens=max_new_tokens,
-                             **{"max_turns": envs[0].max_turns} | limits)
+                             **{"max_turns": envs[0].max_turns, "keep_hints": True} | limits)
         if any(len(t.rows) > 1 for t in played):
             raise ValueError("an episode became several rows, and TRL holds one: this chat template changes earlier turns")
         nothing = Row([chat.pad_id] * 2, [0, 0], sampled_logp=[0.0] * 2)  # an episode that broke before its first action

@@ -1,17 +1,20 @@
 """The cache of keys and values, kept from one turn to the next. sampling.py samples the same without it.
 
-An episode's next prompt mostly extends its last prompt and action, so only what is new has to be encoded; and the
-episodes of a group begin with one prompt, which is encoded once. Three things make that exact:
+An episode's next prompt mostly extends its last prompt and action, or begins as they do up to a hint that has gone or an observation
+that was left out, so only what is new has to be encoded; and the episodes of a group begin with one prompt, which is encoded once.
+Three things make that exact:
 
-1. A kept cache is a batch of columns with holes: pads of earlier turns, and tokens after an end. The attention mask covers them, and
-   `generate` counts positions along the mask, so a token's position is its place in its own episode. Where the columns are a
+1. A kept cache is a batch of columns with holes: pads of earlier turns, and tokens that a prompt does not go on from. The attention
+   mask covers them, and `generate` counts positions along the mask, so a token's position is its place in its own episode. Where the columns are a
    quarter more than the longest episode, they are packed anew (`pack`).
-2. Rows are chosen by their ids: a prompt takes the cache of a row that it begins with, token by token, or none.
+2. Rows are chosen by their ids: a prompt takes the tokens that it begins with, token by token, from the row that has most of them.
 3. That works where every layer attends to all earlier tokens. A recurrent or sliding-window layer would see the holes,
    so for such a model every prompt is encoded anew (`keeps_cache`).
 
 `generate` never feeds the last sampled token of an action to the model: it comes with the next prompt.
 """
+from bisect import bisect
+
 import torch
 from transformers import DynamicCache
 
@@ -41,26 +44,24 @@ class Kept:
         own_NT = [[int(n < len(action)) for n in range(sampled - 1)] for action in actions]
         own_NT = torch.tensor(own_NT, device=mask_NT.device).long().reshape(len(rows), sampled - 1)
         self.cache, self.real_NP = cache, torch.cat([mask_NT, own_NT], 1)
-        self.row_of = {tuple(row + action): n for n, (row, action) in enumerate(zip(rows, actions))}
-        self.lengths = sorted(set(map(len, self.row_of)), reverse=True)
+        self.rows = sorted((row + action, n) for n, (row, action) in enumerate(zip(rows, actions)))
 
     def find(self, prompt):
-        """The row whose ids the prompt extends by at least one token, or None."""
-        for length in self.lengths:
-            if length < len(prompt) and (row := self.row_of.get(tuple(prompt[:length]))) is not None:
-                return row
-        return None
+        """(how many, row): so many first tokens of the prompt, all but the last at most, begin that row; no row has more of them."""
+        at = bisect(self.rows, (prompt,))  # in this order, the longest common beginning is that of a neighbour
+        return max((next((n for n, (a, b) in enumerate(zip(prompt[:-1], ids)) if a != b), min(len(prompt) - 1, len(ids))), row)
+                   for ids, row in self.rows[max(at - 1, 0):at + 1])
 
 
 def begin(causal, kept, prompts, pad_id):
     """(ids_NT, mask_NT, cache) for `generate`. Columns that are in the cache already are filled with pads in ids_NT: only their number
-    matters. kept: None, or a cache that some of the prompts extend."""
+    matters. kept: None, or a cache that some of the prompts go on from."""
     kept = kept or encode_once(causal, prompts, pad_id)
     if kept:
-        found = [kept.find(prompt) for prompt in prompts]
-        cache, index = kept.cache, torch.tensor([row or 0 for row in found], device=causal.device)
+        cache, (same_N, index) = kept.cache, torch.tensor([kept.find(prompt) for prompt in prompts], device=causal.device).T
         cache.batch_select_indices(index)
-        real_NP = pack(cache, kept.real_NP[index] * torch.tensor([[row is not None] for row in found], device=causal.device))
+        real_NP = kept.real_NP[index]
+        real_NP = pack(cache, real_NP * (real_NP.cumsum(1) <= same_N[:, None]))
     else:
         cache, real_NP = DynamicCache(config=causal.config), torch.zeros(len(prompts), 0, dtype=torch.long, device=causal.device)
     new_NT, new_mask_NT = left_pad([p[start:] for p, start in zip(prompts, real_NP.sum(1).tolist())], pad_id, causal.device)

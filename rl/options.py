@@ -40,8 +40,8 @@ class Playing(Environment):
     seed: int = option(0, "seed of everything random")
     max_new_tokens: int = option(32, "tokens per turn at most")
     max_context: int = option(2048, "tokens of a prompt plus --max-new-tokens at most")
-    history: str = option("full", "full: the whole conversation; window:N: the first observation, all actions and the last N "
-                                  "observations")
+    history: str = option("full", "full: the whole conversation; window:N: of the past observations the first and the last N, with "
+                                  "the current one and all actions")
     thinking: bool = option(False, "let a model that can think do so (chat templates with enable_thinking)")
     thinking_budget: int = option(0, "tokens of thinking per turn; then its end is written into the answer (0: off)")
     num_envs: int = option(128, "parallel episodes")
@@ -56,6 +56,8 @@ class Hints:
     enrich_early: str = option("1,3", "first and last turn of the early window")
     enrich_late: str = option("6,10", "first and last turn of the late window")
     enrich_switch: float = option(0.5, "share of the steps after which hybrid and reversed switch")
+    enrich_history: str = option("plain", "past observations in a prompt: plain (the paper's: a hint is in the current one alone), "
+                                          "or kept, with their hints")
 
 
 @dataclass
@@ -142,7 +144,7 @@ def refuse_bad_values(config):
     zero = {"temperature": "greedy", "eval_temperature": "greedy", "importance_cap": "off", "step_timeout": "no limit",
             "invalid_action_penalty": "none"}
     choices = {"bits": (0, 4, 16, 32), "optimizer": ("adamw", "paged_adamw_8bit"), "warm_start": ("", "random", "gold"),
-               "eval_split": ("valid", "test"),
+               "eval_split": ("valid", "test"), "enrich_history": ("plain", "kept"),
                "enrich_train_context": ("as-sampled", "stripped", "stripped-ratio")}
     for name, value in vars(config).items():
         flag = f"--{name.replace('_', '-')}"
@@ -212,6 +214,7 @@ def schedule_of_run(config) -> Schedule:
 
 
 def limits_of(config, env) -> dict:
-    """The limits of an episode, as `rollout` takes them."""
-    return {"max_turns": config.max_turns or env.max_turns, "max_new_tokens": config.max_new_tokens,
+    """The limits of an episode, as `rollout` takes them. The Funnel's notes (funnel/state.py) are no enrichment: they are kept."""
+    return {"keep_hints": getattr(config, "enrich_history", "kept") == "kept",
+            "max_turns": config.max_turns or env.max_turns, "max_new_tokens": config.max_new_tokens,
             "max_context": config.max_context, "history": config.history, "step_timeout": config.step_timeout}

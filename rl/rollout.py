@@ -14,8 +14,10 @@ import sys
 from collections import deque
 from dataclasses import dataclass, field
 
-from envs import BadInput, DoesNotFit, after_thinking, guard, plain
+from envs import BadInput, DoesNotFit, guard, plain
 from rl.chat import Chat
+
+LEFT_OUT = "(left out)"  # what a windowed history has in place of an observation
 
 
 @dataclass
@@ -73,29 +75,23 @@ class Trajectory:
 
 # The conversation so far, as messages and as rows of tokens
 
-def messages_of(trajectory, chat, history):
+def messages_of(trajectory, chat, history, keep_hints=False):
     """The conversation that the next prompt is made of. An observation is a message of the user, or one of role "tool" for each
-    result; a hint stands at the end of the last."""
-    turns = trajectory.turns
+    result; a hint stands at the end of the last. Observations that are past are plain (FEE's h_t), or with `keep_hints` as shown."""
+    turns, window = trajectory.turns, math.inf if history == "full" else int(history.partition(":")[2])
+    observations = [trajectory.first_observation, *(turn.observation for turn in turns)]
+    if not keep_hints:  # no turn has answered the last one
+        observations[:-1] = [o.removesuffix(f"\n{turn.hint}") if turn.hint else o for o, turn in zip(observations, turns)]
     messages = [("system", trajectory.system_prompt)] if trajectory.system_prompt else []
-    if history == "full":
-        messages.append(("user", trajectory.first_observation))
-        for turn in turns:
-            messages.append(("assistant", chat.history_ids(turn.action_ids)))
-            if turn.tool_results:
-                *others, last = turn.tool_results
-                last += turn.observation.removeprefix("\n".join(turn.tool_results))
-                messages += [("tool", result) for result in (*others, last)]
-            else:
-                messages.append(("user", turn.observation))
-        return messages
-    window = int(history.partition(":")[2])
-    text = [trajectory.first_observation]
-    for number, turn in enumerate(turns, 1):
-        text.append(f"Action {number}: {(after_thinking(turn.action) or '').strip()}")
-        if number > len(turns) - window:
-            text.append(turn.observation)
-    return [*messages, ("user", "\n".join(text))]
+    messages.append(("user", observations[0]))
+    for number, (turn, observation) in enumerate(zip(turns, observations[1:]), 1):
+        messages.append(("assistant", chat.history_ids(turn.action_ids)))
+        *others, last = turn.tool_results or [""]
+        last += observation.removeprefix("\n".join(turn.tool_results or []))
+        role = "tool" if turn.tool_results else "user"  # with tools, what the user says is a request, and stays
+        shown = number >= len(turns) - window or (role == "user" and trajectory.tools)
+        messages += [(role, text if shown else LEFT_OUT) for text in (*others, last)]
+    return messages
 
 
 def add_turn(rows: list[Row], prompt_ids: list[int], action_ids: list[int]):
@@ -109,14 +105,14 @@ def add_turn(rows: list[Row], prompt_ids: list[int], action_ids: list[int]):
 
 
 def rollout(act, chat: Chat, envs: list, requests: list[Request], *, max_turns: int, max_new_tokens: int = 32,
-            max_context: int = 2048, history: str = "full", step_timeout: float = 0.0) -> list[Trajectory]:
+            max_context: int = 2048, history: str = "full", keep_hints: bool = False, step_timeout: float = 0.0) -> list[Trajectory]:
     """Play every request, at most len(envs) at a time; results in the order of the requests.
 
     act: `act(prompts) -> sampled ids` for a batch of prompts (see sampling.py); `act([])` says that all have ended.
-    max_turns: actions per episode. max_context: tokens of prompt and action together. history: "full" keeps the conversation,
-    "window:2" rebuilds each prompt from the first observation, all past actions and the last 2 observations. An environment that
-    raises, answers out of its contract's types or takes longer than `step_timeout` seconds (0: no limit; in the main thread
-    only) ends its episode alone: end "env_error", reward NaN.
+    max_turns: actions per episode. max_context: tokens of prompt and action together. history: "full" keeps the conversation;
+    "window:2" leaves out what was observed between the first observation and the last 2 before the current one. keep_hints: past
+    observations keep their hints. An environment that raises, answers out of its contract's types or takes longer than
+    `step_timeout` seconds (0: no limit; in the main thread only) ends its episode alone: end "env_error", reward NaN.
     """
     if history != "full" and not re.fullmatch(r"window:[1-9]\d*", history):
         raise BadInput(f"history must be full or window:N, got {history!r}")
@@ -141,7 +137,7 @@ def rollout(act, chat: Chat, envs: list, requests: list[Request], *, max_turns: 
             trajectory.system_prompt, trajectory.tools = env.system_prompt, env.tools
             active.append((env, trajectory))
         # The next prompt of every episode; one that does not fit ends its episode
-        prompts = [chat.prompt(messages_of(t, chat, history), t.tools) for _, t in active]
+        prompts = [chat.prompt(messages_of(t, chat, history, keep_hints), t.tools) for _, t in active]
         for (env, trajectory), prompt in zip(active, prompts):
             if len(prompt) + max_new_tokens > max_context:
                 trajectory.end, trajectory.error = "context_full", f"a prompt of {len(prompt)} tokens"
@@ -171,10 +167,10 @@ def play_turn(env, trajectory, chat, prompt, action_ids, max_turns, step_timeout
                                  trajectory.info.get("hint"), info.get("tool_results")))
     add_turn(trajectory.rows, prompt, action_ids)
     trajectory.reward += reward
-    trajectory.info = info or trajectory.info
     trajectory.success = bool(info.get("success", False))
     if trajectory.end:
         return
+    trajectory.info = info  # its hint is of this observation alone
     if terminated:
         trajectory.end = "success" if trajectory.success else "failure"
     elif truncated or len(trajectory.turns) >= max_turns:

@@ -96,6 +96,7 @@ def run_folder(config, algorithm, resuming=None):
 FREE = {"steps", "out", "resume", "overwrite", "lr", "save_every", "keep_every", "eval_every", "eval_episodes", "eval_temperature",
         "micro_batch_tokens", "gradient_checkpointing", "num_envs", "tensorboard", "step_timeout", "preset",
         "log_tokens"}  # options that a resumed run may change; with another num_envs it draws other samples
+BEFORE = {"enrich_history": "kept"}  # what a run did that was started before there was such an option
 
 
 def open_folder(config, algorithm, resuming=None) -> tuple[Path, int]:
@@ -145,6 +146,9 @@ def same_options(folder, config, algorithm, free):
     was = about(folder)
     if was.get("algorithm") != algorithm:
         raise BadInput(f"the run in {folder} is one of {was.get('algorithm')}.py, not {algorithm}.py")
+    if hasattr(config, "enrich_history") and "enrich_history" not in was and was.get("history", "full") != "full":
+        raise BadInput(f"the run in {folder} was started when --history {was['history']} made other prompts: start another run")
+    was = BEFORE | was
     for name, value in dataclasses.asdict(config).items():
         if name not in free and name in was and was[name] != value:
             raise BadInput(f"the run in {folder} has --{name.replace('_', '-')} {was[name]}, not {value}: resume with its "
@@ -227,8 +231,9 @@ def sums(checkpoint) -> dict[str, str]:
 
 
 def fingerprint(folder) -> str:
-    """Of a run's options, without those that a resumed one may change."""
-    options = {name: value for name, value in about(folder).items() if name not in FREE | {"commit", "python", "versions"}}
+    """Of a run's options, without those that a resumed one may change, and those that say what was so before they were there."""
+    options = {name: value for name, value in about(folder).items()
+               if name not in FREE | {"commit", "python", "versions"} and BEFORE.get(name) != value}
     return hashlib.sha256(json.dumps(options, sort_keys=True).encode()).hexdigest()
 
 

@@ -35,8 +35,8 @@ def sampler(model, chat, *, temperature: float = 1.0, max_new_tokens: int = 32, 
     @torch.no_grad()
     def act(prompts: list[list[int]]) -> list[list[int]]:
         nonlocal kept
-        if kept and all(kept.find(prompt) is None for prompt in prompts):
-            kept = None  # of no use any more, and as large as the one to come
+        if kept and all(2 * kept.find(prompt)[0] < len(prompt) for prompt in prompts):
+            kept = None  # of little use, and as large as the one to come
         past, kept = kept, None  # where this turn fails, nothing is kept
         if not prompts:
             return []

@@ -1,14 +1,17 @@
 """rl/cache.py: a kept cache changes nothing but the work."""
+import random
 import weakref
 
 import pytest
 import torch
-from conftest import play_shouting, shake, tiny_gpt2, tiny_qwen3
+from conftest import GAME, Shouting, play_shouting, shake, tiny_gpt2, tiny_qwen3
 
+from enrich import EnrichedEnv, Schedule
 from rl import cache
 from rl.cache import Kept, keeps_cache
 from rl.chat import Chat
 from rl.model import load_model
+from rl.rollout import Request, rollout
 from rl.sampling import sampler
 from rl.tiny import SHIPPED
 
@@ -99,9 +102,29 @@ def test_with_an_adapter(policy, word_chat):
     assert [t.rows for t in kept] == [t.rows for t in anew]
 
 
-def test_a_windowed_history_is_encoded_anew(base, word_chat):
-    kept, anew = (play_shouting(base, word_chat, history="window:1", keep_cache=on) for on in (True, False))
-    assert [t.rows for t in kept] == [t.rows for t in anew] and max(len(t.rows) for t in kept) > 2
+def play_hinted(model, chat, keep_cache, **how):
+    envs = [EnrichedEnv(Shouting(**GAME), Schedule("both", early=(1, 1))) for _ in range(6)]
+    requests = [Request(task, n, n, enriched=n < 2) for n, task in enumerate(Shouting.tasks("train", **GAME)[:3]) for _ in range(4)]
+    torch.manual_seed(0)
+    act = sampler(model, chat, max_new_tokens=8, keep_cache=keep_cache)
+    return rollout(act, chat, envs, requests, max_turns=6, **how)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gpt2", "llama"])
+@pytest.mark.parametrize("how", [{"history": "window:1"}, {}, {"keep_hints": True}], ids=["window", "plain", "kept"])
+def test_a_prompt_goes_on_from_what_it_has_in_common_with_a_row(words, word_chat, name, how):
+    """A hint that has gone or an observation that was left out: what stands before it is not encoded again."""
+    model = MODELS[name](len(words))
+    seen = encoded(model)
+    kept = play_hinted(model, word_chat, True, **how)
+    work = sum(rows * width for rows, width in seen)
+    seen.clear()
+    anew = play_hinted(model, word_chat, False, **how)
+    assert [t.rows for t in kept] == [t.rows for t in anew]
+    assert max(len(t.rows) for t in kept) > 2 or how.get("keep_hints")
+    assert work < 0.8 * sum(rows * width for rows, width in seen)
+    for one, other in zip((row for t in kept for row in t.rows), (row for t in anew for row in t.rows)):
+        torch.testing.assert_close(torch.tensor(one.sampled_logp), torch.tensor(other.sampled_logp), atol=1e-5, rtol=1e-5)
 
 
 def test_nothing_is_kept_from_one_rollout_to_the_next(policy, word_chat):
@@ -149,8 +172,15 @@ def test_groups_whose_prompts_differ_in_length(words, word_chat, name):
 
 def test_a_row_is_found_by_its_ids_alone():
     kept = Kept(None, [[1, 2, 3], [1, 2], [4]], torch.tensor([[1, 1, 1], [0, 1, 1], [0, 0, 1]]))
-    assert kept.find([1, 2, 3, 9]) == 0 and kept.find([1, 2, 9]) == 1 and kept.find([4, 4]) == 2
-    assert kept.find([1, 2]) is None and kept.find([9, 1, 2, 3]) is None and kept.find([1]) is None
+    assert kept.find([1, 2, 3, 9]) == (3, 0) and kept.find([4, 4]) == (1, 2) and kept.find([1, 2, 9])[0] == 2
+    assert kept.find([1, 2])[0] == 1 and kept.find([9, 1, 2, 3])[0] == 0 and kept.find([1])[0] == 0
+    rng = random.Random(0)
+    for _ in range(300):
+        rows = [rng.choices([1, 2, 3], k=rng.randrange(1, 7)) for _ in range(5)]
+        prompt = rng.choices([1, 2, 3], k=rng.randrange(1, 8))
+        same = [next((n for n in range(len(prompt) - 1) if row[n:n + 1] != prompt[n:n + 1]), len(prompt) - 1) for row in rows]
+        many, row = Kept(None, rows, torch.zeros(5, 1)).find(prompt)
+        assert many == max(same) == same[row]
 
 
 @pytest.mark.parametrize("name", ["qwen3", "gpt2", "llama"])

@@ -91,7 +91,7 @@ class Forger(FakeEnv):
 
 
 @every_tokenizer
-@pytest.mark.parametrize("history, messages", [("full", 5), ("window:2", 3)])
+@pytest.mark.parametrize("history, messages", [("full", 5), ("window:2", 5)])
 def test_a_forged_turn_stays_text(tokenizer, history, messages):  # docs/faults.md, 22
     chat = Chat(tokenizer)
     for t in play(chat, FakePolicy(ended(chat)), *FORGED, env=Forger, history=history):

@@ -1,6 +1,7 @@
 """rl/rollout.py: what is sampled is what is trained on, and how an episode ends."""
 import itertools
 import math
+from dataclasses import replace
 
 import pytest
 from conftest import FakeEnv, FakePolicy, ended, every_tokenizer, play, sampled
@@ -8,7 +9,7 @@ from conftest import FakeEnv, FakePolicy, ended, every_tokenizer, play, sampled
 from envs import BadInput
 from envs.keydoor import KeyDoor
 from rl.chat import Chat
-from rl.rollout import Request, Row, add_turn, refuse_if_hopeless, rollout
+from rl.rollout import Request, Row, add_turn, messages_of, refuse_if_hopeless, rollout
 from rl.sampling import sampler
 
 
@@ -206,8 +207,8 @@ def test_add_turn_compares_token_by_token():
     assert rows[1] == Row([1, 2, 3, 4, 5, 9, 9, 5], [0] * 7 + [1]) and len(rows) == 2
 
 
-def test_window_keeps_all_actions_and_the_last_observations(words, word_chat):
-    names = ["alpha", "beta", "gamma", "delta", "epsilon"]
+def test_a_window_shows_its_past_observations_the_current_one_and_all_actions(words, word_chat):
+    names = ["alpha", "beta", "gamma", "delta", "epsilon", "zeta"]
     act = FakePolicy(*[ended(word_chat, name) for name in names])
 
     class Numbered(FakeEnv):
@@ -215,13 +216,16 @@ def test_window_keeps_all_actions_and_the_last_observations(words, word_chat):
             _, *rest = super().step(action)
             return f"you see {self.turn}", *rest
 
-    [t] = play(word_chat, act, "wait wait wait wait win", env=Numbered, max_turns=5, history="window:2")
-    assert [turn.action for turn in t.turns] == names and len(t.rows) == 5
+    [t] = play(word_chat, act, "wait wait wait wait wait win", env=Numbered, max_turns=6, history="window:2")
+    assert [turn.action for turn in t.turns] == names and len(t.rows) == 3  # the fifth prompt is the first to leave something out
     for n, turn in enumerate(t.turns):
         text = words.decode(turn.prompt_ids)
-        assert text.count("you see a door") == 1 and text.count("<|im_start|>") == 3
-        assert [name for name in names if name in text] == names[:n]
-        assert [k for k in range(1, 6) if f"you see {k}" in text] == list(range(max(n - 1, 1), n + 1))
+        assert text.count("you see a door") == 1 and [name for name in names if name in text] == names[:n]
+        assert [k for k in range(1, 7) if f"you see {k}" in text] == list(range(max(n - 2, 1), n + 1))
+        before = word_chat.prompt(messages_of(replace(t, turns=t.turns[:n]), word_chat, "full"))
+        assert (turn.prompt_ids == before) == (n < 4)
+        for earlier in t.turns[:n]:  # as sampled: who copies it acts as before
+            assert any(turn.prompt_ids[k:k + len(earlier.action_ids)] == earlier.action_ids for k in range(len(turn.prompt_ids)))
 
 
 @pytest.mark.parametrize("history", ["full", "window:2"])

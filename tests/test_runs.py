@@ -13,7 +13,7 @@ import dapo
 import grpo
 from envs import BadInput
 from rl.logs import read
-from rl.runs import cli
+from rl.runs import cli, fingerprint
 
 
 def test_a_folder_that_exists_is_never_overwritten_silently(run, tmp_path):
@@ -67,6 +67,26 @@ def test_resume_takes_the_new_learning_rate_and_refuses_another_run(tmp_path):
     grpo.main([*SMALL, "--out", str(folder), "--steps", "3", "--resume", "--lr", "1e-7"])
     state = torch.load(folder / "checkpoint" / "optimizer.pt", weights_only=True)
     assert state["param_groups"][0]["lr"] == 1e-7 and config != (folder / "config.json").read_text()
+
+
+def test_a_run_from_before_enrich_history_kept_its_hints(run, tmp_path):
+    folder = shutil.copytree(run, tmp_path / "run")
+    old = json.loads((folder / "config.json").read_text())
+    del old["enrich_history"]
+    (folder / "config.json").write_text(json.dumps(old | {"history": "window:2"}))
+    argv = [*SMALL, "--out", str(folder), "--resume", "--steps", "3"]
+    with pytest.raises(BadInput, match="window:2 made other prompts: start another run"):
+        grpo.main([*argv, "--history", "window:2"])
+    (folder / "config.json").write_text(json.dumps(old))
+    kept = json.loads((folder / "checkpoint" / "step.json").read_text())
+    kept["run"] = fingerprint(folder)  # as that run wrote it
+    (folder / "checkpoint" / "step.json").write_text(json.dumps(kept))
+    with pytest.raises(BadInput, match="--enrich-history kept, not plain: resume with its options"):
+        grpo.main(argv)
+    (folder / "config.json").write_text(json.dumps(old | {"enrich_history": "kept"}))
+    assert kept["run"] == fingerprint(folder)  # its checkpoint is still its own
+    (folder / "config.json").write_text(json.dumps(old | {"enrich_history": "plain"}))
+    assert kept["run"] != fingerprint(folder)
 
 
 def test_a_run_killed_before_its_final_test_can_be_finished(tmp_path):

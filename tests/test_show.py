@@ -23,3 +23,30 @@ def test_show_refuses_what_it_does_not_know(tmp_path):
         with pytest.raises(BadInput, match=word):
             show.main([*argv, "--picture", str(tmp_path / "schedule.png")])
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("history", ["full", "window:1"])
+def test_prompts_as_a_model_reads_them(history, qwen_folder, capsys):
+    show.main(["--prompts", "--model", str(qwen_folder / "qwen3_tokenizer"), "--env-options", "stages=4", "--history", history,
+               "--enrich", "ag-early"])
+    head, *turns = capsys.readouterr().out.split("----- turn ")
+    assert f"--history {history}, --enrich-history plain" in head and len(turns) == 4
+    for number, turn in enumerate(turns, 1):
+        assert turn.startswith(f"{number}: row {number} begins") and turn.count("[[Hint: ") == (number <= 3)
+        assert turn.count("{{") == 1 and turn.count("(left out)") == (history == "window:1" and number == 4)
+    assert "4 turns, 4 rows of " in turns[-1]
+
+
+def test_prompts_of_one_row_and_of_the_built_in_tokenizer(capsys):
+    show.main(["--prompts", "--enrich", "ag-early", "--enrich-history", "kept"])
+    out = capsys.readouterr().out
+    assert "row 1 goes on after" in out and "row 2" not in out and out.count("[[hint : ") == 3 and ", 1 rows of " in out
+
+
+def test_prompts_refuse_what_has_no_tokenizer(tmp_path, capsys):
+    for argv, word in ((["--model", str(tmp_path)], "cannot load a tokenizer"), (["--model", "./nope"], "no folder"),
+                       (["--env", "nope"], "nope"), (["--history", "all"], "--history"),
+                       (["--enrich-history", "some"], "--enrich-history must be one of plain, kept")):
+        with pytest.raises(BadInput, match=word) as caught:
+            show.main(["--prompts", *argv])
+        assert "\n" not in str(caught.value)

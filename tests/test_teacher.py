@@ -16,15 +16,15 @@ from rl.rollout import Request, Trajectory, Turn, rollout
 from rl.sampling import sampler
 
 STATE = "- ash house, red door: take iron key.\n- Look first."
-LIMITS = {"max_turns": 4}
+LIMITS = {"max_turns": 5}
 
 
 @pytest.fixture
 def episodes(word_chat):
-    """Of two turns and three, each with its state in the prompt."""
+    """Of four turns and five, each with its state in the prompt."""
     env = FakeEnv()
     return rollout(FakePolicy([7, 8, 2], [9, 2], [11, 12, 13, 2]), word_chat, [StateEnv(env, STATE)],
-                   [Request("wait win"), Request("wait wait lose", 1)], **LIMITS)
+                   [Request("wait wait wait win"), Request("wait wait wait wait lose", 1)], **LIMITS)
 
 
 def full_logits(model, row):
@@ -38,7 +38,7 @@ def full_logits(model, row):
 def test_both_branches_score_the_same_ids_under_different_prompts(episodes, word_chat, history):
     for trajectory in episodes:
         pairs = teacher.both_rows(trajectory, word_chat, history, STATE)
-        assert len(pairs) == (1 if history == "full" else len(trajectory.turns))
+        assert len(pairs) == (1 if history == "full" else len(trajectory.turns) - 2)  # the 4th prompt leaves something out
         for with_, without in pairs:
             sampled = [[i for i, own in zip(row.ids, row.mask) if own] for row in (with_, without)]
             assert sampled[0] == sampled[1] and len(with_.ids) > len(without.ids)
@@ -49,7 +49,7 @@ def test_both_branches_score_the_same_ids_under_different_prompts(episodes, word
 def test_both_branches_with_the_state_quoted_under_observations(word_chat):
     state = f"- {situation(FakeEnv().reset(task='wait win', seed=0)[0])}: go."
     noted, plain = (rollout(FakePolicy([7, 8, 2], [9, 2]), word_chat, [StateEnv(FakeEnv(), text, "observation")],
-                            [Request("wait win")], **LIMITS)[0] for text in (state, ""))
+                            [Request("wait win")], keep_hints=True, **LIMITS)[0] for text in (state, ""))
     assert noted.turns[0].hint == "Hint: go." and plain.turns[0].hint is None
     for trajectory in (noted, plain):  # whichever branch was sampled
         (with_, without), = teacher.both_rows(trajectory, word_chat, "full", state, "observation")

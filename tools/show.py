@@ -1,5 +1,8 @@
-"""What `python enrich.py` shows: an episode, standard feedback beside enriched, and the schedule as a picture."""
+"""What `python enrich.py` shows: an episode, standard feedback beside enriched, and the schedule as a picture; with --prompts the
+episode as a model reads it."""
 import itertools
+import os
+import re
 import sys
 import textwrap
 from dataclasses import dataclass, replace
@@ -17,6 +20,10 @@ class ShowOptions(Environment, Hints):
     enrich: str = option("both", f"the strategy of the episode shown: {', '.join(STRATEGIES)}")
     step: int = option(1, "the training step of the episode shown, of --steps")
     picture: str = option("schedule.png", "where the picture of the schedule goes")
+    prompts: bool = option(False, "print the episode's prompts instead, as the policy of --model reads them, and its rows")
+    model: str = option("tiny", "for --prompts: a folder with a tokenizer (no weights are read), a model on the hub, or tiny")
+    history: str = option("full", "for --prompts: full or window:N, as in training")
+    thinking: bool = option(False, "for --prompts: of a model that thinks")
 
 
 def show_episode(env, task, schedule):
@@ -30,6 +37,50 @@ def show_episode(env, task, schedule):
         for left, right in itertools.zip_longest(column(standard), column(observation), fillvalue=""):
             print(f"{left:<58} | {right}")
         print(plain(f"> {action}") if action else "(the end)")
+
+
+def show_prompts(env, task, schedule, chat, **how):
+    """Print an enriched episode along the gold path as rows of tokens: of a turn's prompt what its row does not hold yet. Every
+    hint that stands in a prompt is marked, wherever it stands. how: of `rollout`."""
+    from rl.rollout import Request, rollout
+    from rl.warmstart import turn_end
+
+    decode, end_id, rows = chat.tokenizer.decode, turn_end(chat), 0
+    actions = [action for _, _, action in walk(EnrichedEnv(env, schedule), task, enriched=True) if action]
+    script = iter(actions)
+    [played] = rollout(lambda prompts: [[*chat.text_ids(next(script)), end_id] for _ in prompts], chat, [EnrichedEnv(env, schedule)],
+                       [Request(task, enriched=True)], max_turns=len(actions), max_context=sys.maxsize, **how)
+    hints = sorted({decode(chat.text_ids(turn.hint)) for turn in played.turns if turn.hint}, key=len, reverse=True)
+    row = []
+    for number, turn in enumerate(played.turns, 1):
+        goes_on = bool(row) and turn.prompt_ids[:len(row)] == row
+        rows += not goes_on
+        print(f"\n----- turn {number}: row {rows} {f'goes on after {len(row)} tokens' if goes_on else 'begins'}; the prompt has "
+              f"{len(turn.prompt_ids)} tokens, {'a hint' if turn.hint else 'no hint'} in the current observation")
+        text = decode(turn.prompt_ids[len(row) if goes_on else 0:])
+        text = re.sub("|".join(map(re.escape, hints)), r"[[\g<0>]]", text) if hints else text
+        row = turn.prompt_ids + turn.action_ids
+        print(plain(f"{text}{{{{{decode(turn.action_ids)}}}}}"))
+    print(f"\n{len(played.turns)} turns, {len(played.rows)} rows of {sum(len(row.ids) for row in played.rows)} tokens, of which "
+          f"{played.length} are trained on")
+
+
+def chat_of(name, thinking):
+    """The Chat of a model, by its tokenizer alone. Raises BadInput."""
+    from transformers import AutoTokenizer
+
+    from rl.chat import Chat
+
+    if name.startswith((".", "/", "~")) and not os.path.isdir(name):
+        raise BadInput(f"there is no folder {name}: pass --model a folder with a tokenizer, a model on the hub, or tiny")
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name)
+    except (OSError, ValueError, KeyError, AttributeError) as error:
+        raise BadInput(f"cannot load a tokenizer from {name} ({str(error).strip().splitlines()[0]}): pass --model a folder with "
+                       f"one, a model on the hub, or tiny") from error
+    if tokenizer.chat_template is None:
+        raise BadInput(f"the tokenizer of {name} has no chat template: use an instruct model")
+    return Chat(tokenizer, thinking)
 
 
 def draw_schedule(schedule, path):
@@ -66,6 +117,15 @@ def main(argv=None):
     if why := schedule.why_no_hints(env, tasks, config.max_turns or env.max_turns):
         raise BadInput(why)
     print(f"{config.env} {tasks[0]}, --enrich {config.enrich}, training step {config.step} of {config.steps}")
+    if config.prompts:
+        from rl.tiny import tiny
+
+        chat = chat_of(tiny(config.env, options, config.tasks) if config.model == "tiny" else config.model, config.thinking)
+        print(f"--history {config.history}, --enrich-history {config.enrich_history}, the tokenizer of {config.model}; [[...]] is a hint, "
+              f"{{{{...}}}} what a policy on the gold path would have sampled")
+        show_prompts(env, tasks[0], schedule, chat, history=config.history, keep_hints=config.enrich_history == "kept")
+        env.close()
+        return
     show_episode(env, tasks[0], schedule)
     env.close()
     draw_schedule(schedule, config.picture)

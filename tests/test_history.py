@@ -1,0 +1,164 @@
+"""What a prompt holds of the past: observations with and without their hints, windows, and the rows that come of it."""
+import importlib.util
+import os
+import tarfile
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from conftest import ROOT, FakeEnv, FakePolicy, ended, needs_bfcl, needs_simulator, play
+from test_enrich import ALL, TABLE
+
+from enrich import STRATEGIES, EnrichedEnv, Schedule, walk
+from envs import make_env, select_tasks
+from rl.chat import Chat
+from rl.rollout import LEFT_OUT, Request, messages_of, rollout
+from rl.stripped import rebuild_rows
+
+DATA = Path(os.environ.get("SCAFFOLD_FUNNEL_DATA", ROOT.parent / "shared" / "data"))
+MARK = "\u00a7"
+HISTORIES = {"full": 1000, "window:1": 1, "window:2": 2}
+
+
+def reachable(name, *packages):
+    missing = not (DATA / name).exists() or any(importlib.util.find_spec(package) is None for package in packages)
+    return pytest.mark.skipif(missing, reason=f"no {name} in ../shared/data or $SCAFFOLD_FUNNEL_DATA, or no {' '.join(packages)}")
+
+
+class Marked:
+    """An environment whose hints begin with a mark, so that they can be counted."""
+
+    def __init__(self, env):
+        self.env = env
+
+    def __getattr__(self, name):
+        return getattr(self.env, name)
+
+    def action_guidance(self):
+        hint = self.env.action_guidance()
+        return hint and MARK + hint
+
+    def observation_enrichment(self):
+        hint = self.env.observation_enrichment()
+        return hint and MARK + hint
+
+    def phrase(self, actions):  # of a wrong hint
+        return MARK + self.env.phrase(actions)
+
+
+def along(env, actions, chat, schedule, **how):
+    script = iter(actions)
+    [played] = rollout(lambda prompts: [ended(chat, next(script)) for _ in prompts], chat, [EnrichedEnv(Marked(env), schedule)],
+                       [Request(how.pop("task"), enriched=True)], max_turns=len(actions), max_context=10 ** 6, **how)
+    return played
+
+
+ENVS = {"keydoor": ({"stages": 12}, None), "sciworld": ({}, "find-plant"), "bfcl": ({"guidance": "next"}, "base/0"),
+        "bfcl native": ({"guidance": "next", "format": "native"}, "base/0"), "alfworld": ({}, None), "searchqa": ({}, None)}
+
+
+@pytest.mark.parametrize("name", [
+    "keydoor", pytest.param("sciworld", marks=needs_simulator), pytest.param("bfcl", marks=needs_bfcl),
+    pytest.param("bfcl native", marks=needs_bfcl),
+    pytest.param("alfworld", marks=reachable("alfworld_games.tar.xz", "alfworld", "textworld", "fast_downward")),
+    pytest.param("searchqa", marks=reachable("multihop_qa.json", "bm25s"))])
+def test_the_prompts_that_hold_a_hint(name, request, tmp_path):
+    """For every strategy, in both halves of training: turns 1-3 or 6-10 and nothing else, under every history. Where they are
+    kept, a prompt holds the hints of all observations that it shows."""
+    options, task = ENVS[name]
+    if name == "alfworld":
+        with tarfile.open(DATA / "alfworld_games.tar.xz") as tar:
+            tar.extractall(tmp_path, filter="data")
+        options = {"data": str(tmp_path)}
+    elif name == "searchqa":
+        options = {"data": str(DATA / "multihop_qa.json")}
+    kind, chat = name.split()[0], Chat(request.getfixturevalue("qwen3" if "native" in name else "toy"))
+    env = make_env(kind, options)
+    task = select_tasks(kind, "train", [task] if task else None, options)[0]
+    actions = [action for _, _, action in walk(env, task) if action]
+    for strategy in STRATEGIES:
+        for step in (1, 200) if strategy in ("hybrid", "reversed") else (1,):
+            window = set(TABLE[strategy][step > 100]) & ALL
+            for kept in (False, True):
+                t = along(env, actions, chat, Schedule(strategy, 200, step=step), task=task, keep_hints=kept)
+                assert len(t.turns) == len(actions)
+                own = [(turn.hint or "").count(MARK) for turn in t.turns]
+                hinted = {number for number, marks in enumerate(own, 1) if marks}
+                assert hinted <= window if window != ALL else True
+                if kind in ("keydoor", "sciworld"):  # these have a hint of each kind for every turn
+                    assert hinted == {number for number in window if number <= len(actions)} | (
+                        {number for number in range(13, len(actions) + 1)} if window == ALL else set())
+                for history, size in HISTORIES.items():
+                    for n in range(len(t.turns)):
+                        messages = messages_of(replace(t, turns=t.turns[:n]), chat, history, kept)
+                        found = [text.count(MARK) for _, text in messages if isinstance(text, str)]
+                        if not kept:  # in the last message, and nowhere else
+                            assert (found[-1], sum(found)) == (own[n], own[n]), (strategy, history, n + 1)
+                        else:
+                            shown = [k for k in range(n + 1) if k == 0 or k >= n - size
+                                     or (t.tools and not t.turns[k - 1].tool_results)]
+                            assert sum(found) == sum(own[k] for k in shown), (strategy, history, n + 1)
+                        if history == "full":
+                            assert chat.prompt(messages, t.tools) == t.turns[n].prompt_ids
+                assert kept or rebuild_rows(t, chat, "full") == t.rows
+    env.close()
+
+
+def test_a_hinted_turn_starts_a_row_and_one_without_a_hint_goes_on(toy):
+    """Of turns 1 to 12: hints before 1-3 start a row each and turn 4 the one that goes on; before 6-10 the first stands at the end
+    of the row so far. An enriched episode whose hints are None stays one row."""
+    chat, env = Chat(toy), make_env("keydoor", {"stages": 12})
+    task = select_tasks("keydoor", "train", None, {"stages": 12})[0]
+    actions = [action for _, _, action in walk(env, task) if action]
+
+    def turns_of_rows(strategy, own=env, **how):
+        t, cut = along(own, actions, chat, Schedule(strategy), task=task, **how), []
+        for row in t.rows:
+            cut.append(sum(i in chat.end_ids for i, own in zip(row.ids, row.mask) if own))
+        return cut
+
+    assert turns_of_rows("ag-early") == [1, 1, 1, 9] and turns_of_rows("oe-late") == [6, 1, 1, 1, 1, 2]
+    assert turns_of_rows("none") == turns_of_rows("ag-early", keep_hints=True) == [12]
+    env.action_guidance = lambda: None
+    assert turns_of_rows("ag-always") == [12]
+
+
+class Silent(FakeEnv):
+    """Fake: its info is empty from the first step on."""
+
+    def step(self, action):
+        return (*super().step(action)[:4], {})
+
+
+def test_a_hint_is_of_the_current_observation_alone(word_chat):
+    env = EnrichedEnv(Silent(), Schedule("ag-early", early=(1, 1)))
+    env.env.action_guidance = lambda: "Hint: go."
+    [t] = rollout(FakePolicy(ended(word_chat)), word_chat, [env], [Request("wait wait win", enriched=True)], max_turns=4)
+    assert [turn.hint for turn in t.turns] == ["Hint: go.", None, None] and t.info == {}
+
+
+@pytest.mark.parametrize("task", ["wait wait win", "wait break"])
+def test_what_the_environment_said_last_stays_where_it_breaks(word_chat, task):
+    [t] = play(word_chat, FakePolicy(ended(word_chat)), task)
+    assert t.info == {"success": task.endswith("win"), "valid": True}
+
+
+class Called(FakeEnv):
+    """Fake: functions are called in every turn but the third, where the user speaks."""
+    tools = [{"type": "function", "function": {"name": "f", "description": "f", "parameters": {}}}]
+
+    def step(self, action):
+        observation, *rest, info = super().step(action)
+        return (observation, *rest, info) if self.turn == 3 else (f"a\n{observation}", *rest, info | {
+            "tool_results": ["a", observation]})
+
+
+def test_a_window_leaves_out_results_and_no_request(qwen3):
+    chat = Chat(qwen3)
+    [t] = play(chat, FakePolicy(ended(chat)), " ".join(["wait"] * 6), env=Called, max_turns=6)
+    messages = messages_of(t, chat, "window:1")[2:]
+    assert [role for role, _ in messages] == ["assistant", "tool", "tool"] * 2 + ["assistant", "user"] + [
+        "assistant", "tool", "tool"] * 3
+    texts = [text for role, text in messages if role != "assistant"]
+    assert texts == [LEFT_OUT] * 4 + ["obs3 wait"] + [LEFT_OUT] * 2 + ["a", "obs5 wait", "a", "obs6 wait"]
+    assert all(text == chat.history_ids(t.turns[0].action_ids) for role, text in messages if role == "assistant")
