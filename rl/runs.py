@@ -136,7 +136,8 @@ def last_step(folder, config, algorithm) -> int:
 
 
 def same_options(folder, config, algorithm, free):
-    """Refuse to go on with another algorithm, or with other options than those of the run, `free` ones excepted."""
+    """Refuse to go on with another algorithm, or with other options than those of the run, `free` ones excepted. The config gets the
+    time when the run began."""
     if not folder.is_dir():
         raise BadInput(f"there is no run in {folder} to resume; start without --resume")
     if not any(folder.iterdir()):
@@ -144,6 +145,7 @@ def same_options(folder, config, algorithm, free):
     was = about(folder)
     if was.get("algorithm") != algorithm:
         raise BadInput(f"the run in {folder} is one of {was.get('algorithm')}.py, not {algorithm}.py")
+    config.started = was.get("started", config.started)
     for name, value in dataclasses.asdict(config).items():
         if name not in free and name in was and was[name] != value:
             raise BadInput(f"the run in {folder} has --{name.replace('_', '-')} {was[name]}, not {value}: resume with its "
@@ -218,7 +220,7 @@ def sums(checkpoint) -> dict[str, str]:
 
 def fingerprint(folder) -> str:
     """Of a run's options, without those that a resumed one may change."""
-    options = {name: value for name, value in about(folder).items() if name not in FREE | {"commit", "python", "versions"}}
+    options = {name: value for name, value in about(folder).items() if name not in FREE | {"started", "commit", "python", "versions"}}
     return hashlib.sha256(json.dumps(options, sort_keys=True).encode()).hexdigest()
 
 
