@@ -3,9 +3,8 @@
     chat = Chat(tokenizer)
     chat.prompt([("system", "Play."), ("user", "You see a door."), ("assistant", sampled_ids), ("user", "It opens.")])
 
-A content is a list of ids that the policy sampled, put in as it is, or text from outside. Text is encoded together with the template's,
-so that the ids are the template's own; where a special token would come out of it, it is encoded apart, without special tokens.
-Text goes in without the white space around it, and escaped where the template puts it in quotes as JSON (tool results).
+A content is ids that the policy sampled, put in as they are, or text from outside: stripped, escaped where the template quotes it as
+JSON, and encoded with the template's own, so that the ids are the template's; apart, where a special token would come out of it.
 """
 import json
 import re
@@ -42,20 +41,17 @@ class Chat:
                 [{"role": role, "content": content} for role, content in messages], tools=tools, tokenize=False,
                 add_generation_prompt=True, enable_thinking=self.thinking)
         except (TemplateError, TypeError) as error:
-            raise BadInput(f"this model's chat template refuses a conversation of {', '.join(role for role, _ in messages)}: "
-                           f"{error}") from error
+            roles = ", ".join(role for role, _ in messages)
+            raise BadInput(f"this model's chat template refuses a conversation of {roles}: {error}") from error
 
     def _text_ids(self, text: str) -> tuple[int, ...]:
         """Outside text -> ids, none of them an added token: such a token's text is cut after its first character."""
         text = text.encode("utf-8", "replace").decode("utf-8")
-        ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
-        if self.special_ids.isdisjoint(ids):
-            return tuple(ids)
-        found = re.split("|".join(f"(?<={re.escape(token[0])})(?={re.escape(token[1:])})" for token in self.added), text)
-        ids = [i for piece in found for i in self.tokenizer(piece, add_special_tokens=False)["input_ids"]]
-        if self.special_ids.isdisjoint(ids):
-            return tuple(ids)  # else a normaliser made one out of other characters: encode each by itself
-        ids = [i for character in text for i in self.tokenizer(character, add_special_tokens=False)["input_ids"]]
+        cut = "|".join(f"(?<={re.escape(token[0])})(?={re.escape(token[1:])})" for token in self.added)
+        for cut in ("(?!)", cut, "(?s:(?<=.)(?=.))"):  # nowhere; so; everywhere, as a normaliser made one out of other characters
+            ids = [i for piece in re.split(cut, text) for i in self.tokenizer(piece, add_special_tokens=False)["input_ids"]]
+            if self.special_ids.isdisjoint(ids):
+                break
         return tuple(i for i in ids if i not in self.special_ids)
 
     def history_ids(self, action_ids) -> tuple[int, ...]:
@@ -101,8 +97,7 @@ class Chat:
         return [*ids, *self.template_ids(text, sampled)]
 
     def _template_ids(self, text: str, sampled: bool = False) -> tuple[int, ...]:
-        """Text whose special tokens are the template's -> ids. Behind sampled ids it goes on, where a tokenizer that begins a text with
-        a space would begin anew."""
+        """Text whose special tokens are the template's -> ids. Behind sampled ids it goes on: no tokenizer's own space begins it."""
         if not sampled or not text or self.special.match(text):
             return tuple(self.tokenizer(text, add_special_tokens=False)["input_ids"])
         return self._template_ids("a" + text)[len(self._template_ids("a")):]

@@ -10,8 +10,10 @@ from conftest import FakeEnv, FakePolicy, ended, every_tokenizer, needs_bfcl, pl
 from enrich import EnrichedEnv, Schedule
 from envs import BadInput, make_env
 from rl.chat import Chat
+from rl.logs import read
 from rl.policy import carrying_chat
 from rl.rollout import Request, rollout
+from rl.tokens import log_tokens
 from rl.warmstart import play as scripted_play
 
 
@@ -42,6 +44,15 @@ def test_smollm2_ends(smollm2_tokenizer):  # docs/faults.md, 18, 19
     chat = Chat(smollm2_tokenizer)
     assert smollm2_tokenizer.pad_token_id == smollm2_tokenizer.eos_token_id == chat.pad_id == 2
     assert chat.end_ids == {2, smollm2_tokenizer.convert_tokens_to_ids("<|endoftext|>")}
+
+
+def test_an_id_without_a_token_is_played_and_logged(toy, tmp_path):  # docs/faults.md, 31
+    """A vocabulary is padded, and the policy can sample what pads it."""
+    chat, beyond = Chat(toy), len(toy) + 3
+    [t] = play(chat, FakePolicy([beyond, *ended(chat)]), "wait win")
+    assert [turn.action for turn in t.turns] == ["go"] * 2 and beyond in t.turns[1].prompt_ids and len(t.rows) == 1
+    log_tokens(tmp_path / "tokens.jsonl", chat, {}, [(row.ids, row.mask) for row in t.rows])
+    assert [read(tmp_path / "tokens.jsonl")[0]["rows"][0]["tokens"][n] for n, i in enumerate(t.rows[0].ids) if i == beyond] == [""] * 2
 
 
 def test_ends_of_the_generation_config_count(words):
@@ -284,7 +295,7 @@ def folded(messages):
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_the_prompts_of_a_family_are_its_templates_own(name, clock, capsys):  # docs/faults.md, 34, 35, 36
+def test_the_prompts_of_a_family_are_its_templates_own(name, clock, capsys):  # docs/faults.md, 32, 34, 35, 36
     tokenizer, system, tools = of_family(name)
     chat = carrying_chat(tokenizer, False, None, STARTED)
     assert ("begins the first user message" in capsys.readouterr().err) != system
