@@ -32,6 +32,8 @@ def main(argv=None):
     if any(word.startswith("--eval-temperature") for word in argv):
         raise BadInput("here it is --temperature")
     config = parse(EvaluateOptions, defaults + argv, "Success on fixed tasks of the standard environment.", common=EvaluateOptions)
+    if run:
+        config.started = about(run).get("started", config.started)
     evaluate_run(config, run)
 
 
@@ -39,7 +41,7 @@ def words_of_run(run) -> list[str]:
     """The options of a finished run, as command line words."""
     if "algorithm" not in about(run) or not (Path(run) / "adapter").exists():
         raise BadInput(f"{run} is no finished run (no config.json or no adapter/); for a bare model pass --model")
-    names = {field.name for field in fields(EvaluateOptions)} - {"temperature", "preset"}
+    names = {field.name for field in fields(EvaluateOptions) if field.init} - {"temperature", "preset"}
     words = ["--temperature", str(about(run).get("eval_temperature", 0.0))]
     for name, value in (BEFORE | about(run)).items():
         if name in names and value not in ("", []):

@@ -151,7 +151,8 @@ class Run:
         """work(model, its Chat) with another model, while the policy is out of memory. Nothing of it is left after."""
         self.model = self.loaded = None
         free_memory()
-        model, chat = load_frozen(name, self.config.teacher_bits or self.config.bits, self.config.thinking, self.config.max_context)
+        model, chat = load_frozen(name, self.config.teacher_bits or self.config.bits, self.config.thinking, self.config.max_context,
+                                  self.config.started)
         found = work(model, chat)
         del model
         free_memory()

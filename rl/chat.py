@@ -3,8 +3,8 @@
     chat = Chat(tokenizer)
     chat.prompt([("system", "Play."), ("user", "You see a door."), ("assistant", sampled_ids), ("user", "It opens.")])
 
-A content is a list of ids that the policy sampled, put in as it is, or text from outside. Text is encoded together with the template's,
-so that the ids are the template's own; where a special token would come out of it, it is encoded apart, without special tokens.
+A content is ids that the policy sampled, put in as they are, or text from outside: stripped, escaped where the template quotes it as
+JSON, and encoded with the template's own, so that the ids are the template's; apart, where a special token would come out of it.
 """
 import json
 import re
@@ -25,9 +25,8 @@ class Chat:
                       if len(token.content) > 1 and i not in unknown}
         self.special_ids = frozenset(self.added.values())
         self.special = re.compile("|".join(map(re.escape, self.added)) or "(?!)")
-        ends = [end_ids] if isinstance(end_ids, int) else list(end_ids or [])
-        ends += [self.added[token] for token in END_TOKENS if token in self.added]
-        self.end_ids = frozenset(i for i in [*ends, tokenizer.eos_token_id] if i is not None)
+        ends = [end_ids] if isinstance(end_ids, int) else end_ids or []
+        self.end_ids = frozenset({*ends, tokenizer.eos_token_id, *(self.added.get(token) for token in END_TOKENS)} - {None})
         self.pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else min(self.end_ids)
         self.think_begin, self.think_end = self.added.get("<think>"), self.added.get("</think>")
         seen = self.render((("user", "\ue000"), ("assistant", "\ue001</think>\ue002"), ("user", "\ue003")))
@@ -42,20 +41,18 @@ class Chat:
             return self.tokenizer.apply_chat_template(
                 [{"role": role, "content": content} for role, content in messages], tools=tools, tokenize=False,
                 add_generation_prompt=True, enable_thinking=self.thinking)
-        except TemplateError as error:
-            raise BadInput(f"this model's chat template refuses the conversation: {error}") from error
+        except (TemplateError, TypeError) as error:
+            roles = ", ".join(role for role, _ in messages)
+            raise BadInput(f"this model's chat template refuses a conversation of {roles}: {error}") from error
 
     def _text_ids(self, text: str) -> tuple[int, ...]:
         """Outside text -> ids, none of them an added token: such a token's text is cut after its first character."""
         text = text.encode("utf-8", "replace").decode("utf-8")
-        ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
-        if self.special_ids.isdisjoint(ids):
-            return tuple(ids)
-        found = re.split("|".join(f"(?<={re.escape(token[0])})(?={re.escape(token[1:])})" for token in self.added), text)
-        ids = [i for piece in found for i in self.tokenizer(piece, add_special_tokens=False)["input_ids"]]
-        if self.special_ids.isdisjoint(ids):
-            return tuple(ids)  # else a normaliser made one out of other characters: encode each by itself
-        ids = [i for character in text for i in self.tokenizer(character, add_special_tokens=False)["input_ids"]]
+        cut = "|".join(f"(?<={re.escape(token[0])})(?={re.escape(token[1:])})" for token in self.added)
+        for cut in ("(?!)", cut, "(?s:(?<=.)(?=.))"):  # nowhere; so; everywhere, as a normaliser made one out of other characters
+            ids = [i for piece in re.split(cut, text) for i in self.tokenizer(piece, add_special_tokens=False)["input_ids"]]
+            if self.special_ids.isdisjoint(ids):
+                break
         return tuple(i for i in ids if i not in self.special_ids)
 
     def history_ids(self, action_ids) -> tuple[int, ...]:
@@ -73,22 +70,26 @@ class Chat:
     def prompt(self, messages, tools=None) -> list[int]:
         """[(role, text or sampled ids), ...] -> ids up to where the next action starts. `tools`, the schemas of an
         environment's functions, become part of the template's own text, so no special token may stand in them."""
-        placeholders = [(role, f"\ue000{n}\ue001") for n, (role, _) in enumerate(messages)]
+        placeholders = [(role, f'\ue000{n}a"\n\ue001') for n, (role, _) in enumerate(messages)]
         rendered = self.render(placeholders, tools)
         if tools and rendered == self.render(placeholders):
             raise BadInput("this model's chat template has no place for tools: let the environment's prompt list them")
         if tools and any(token in json.dumps(tools, ensure_ascii=False) for token in self.added):
             raise BadInput("a special token of this model stands in the environment's tools")
-        pieces = re.split("\ue000(\\d+)\ue001", rendered)
-        if [int(n) for n in pieces[1::2]] != list(range(len(messages))):
-            raise BadInput("this model's chat template drops or reorders messages; it cannot carry an episode")
+        if tools and len(messages) < 3:  # said in an episode's first prompt, not when it has the first results
+            self.prompt([(role, ".") for role in ("user", "assistant", "tool", "tool")])
+        pieces = re.split('\ue000(\\d+)a(?:"\n|(\\\\"\\\\n))\ue001', rendered)  # as they are, or quoted as JSON
+        quoted = any(role == "assistant" and quotes for (role, _), quotes in zip(messages, pieces[2::3]))
+        if quoted or [int(n) for n in pieces[1::3]] != list(range(len(messages))):
+            raise BadInput("this model's chat template drops, reorders or rewrites messages; it cannot carry an episode")
         ids, text, sampled = [], pieces[0], False  # text: still to be encoded, as one piece; sampled: it comes after sampled ids
-        for (_, content), scaffold in zip(messages, pieces[2::2]):
+        for (_, content), quoted, scaffold in zip(messages, pieces[2::3], pieces[3::3]):
             if not isinstance(content, str):
                 text = text.rstrip(" ") if self.no_space else text  # a space before an answer was sampled with it
                 ids, text, sampled = [*ids, *self.template_ids(text, sampled), *content], scaffold, True
                 continue
             content = content.encode("utf-8", "replace").decode("utf-8").strip()  # halves of surrogate pairs become "?"
+            content = json.dumps(content, ensure_ascii=False)[1:-1] if quoted else content
             if self.specials(content + scaffold) == self.specials(scaffold):
                 text += content + scaffold
                 continue
@@ -98,8 +99,7 @@ class Chat:
         return [*ids, *self.template_ids(text, sampled)]
 
     def _template_ids(self, text: str, sampled: bool = False) -> tuple[int, ...]:
-        """Text whose special tokens are the template's -> ids. Behind sampled ids it goes on, where a tokenizer that begins a text with
-        a space would begin anew."""
+        """Text whose special tokens are the template's -> ids. Behind sampled ids it goes on: no tokenizer's own space begins it."""
         if not sampled or not text or self.special.match(text):
             return tuple(self.tokenizer(text, add_special_tokens=False)["input_ids"])
         return self._template_ids("a" + text)[len(self._template_ids("a")):]

@@ -10,6 +10,7 @@ import math
 import re
 import sys
 from dataclasses import dataclass, field, make_dataclass
+from datetime import datetime
 
 from enrich import Schedule
 from envs import BadInput
@@ -47,6 +48,8 @@ class Playing(Environment):
     num_envs: int = option(128, "parallel episodes")
     step_timeout: float = option(120.0, "seconds that an environment may take for one step or reset (0: no limit)")
     eval_episodes: int = option(64, "tasks per evaluation, the same ones each time")
+    # No option: when the run began, to the second; what a chat template prints as today's date
+    started: str = field(default_factory=lambda: datetime.now().isoformat(timespec="seconds"), init=False)
 
 
 @dataclass

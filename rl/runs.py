@@ -138,7 +138,8 @@ def last_step(folder, config, algorithm) -> int:
 
 
 def same_options(folder, config, algorithm, free):
-    """Refuse to go on with another algorithm, or with other options than those of the run, `free` ones excepted."""
+    """Refuse to go on with another algorithm, or with other options than those of the run, `free` ones excepted. The config gets the
+    time when the run began."""
     if not folder.is_dir():
         raise BadInput(f"there is no run in {folder} to resume; start without --resume")
     if not any(folder.iterdir()):
@@ -146,6 +147,7 @@ def same_options(folder, config, algorithm, free):
     was = about(folder)
     if was.get("algorithm") != algorithm:
         raise BadInput(f"the run in {folder} is one of {was.get('algorithm')}.py, not {algorithm}.py")
+    config.started = was.get("started", config.started)
     if hasattr(config, "enrich_history") and "enrich_history" not in was and was.get("history", "full") != "full":
         raise BadInput(f"the run in {folder} was started when --history {was['history']} made other prompts: start another run")
     was = BEFORE | was
@@ -233,7 +235,7 @@ def sums(checkpoint) -> dict[str, str]:
 def fingerprint(folder) -> str:
     """Of a run's options, without those that a resumed one may change, and those that say what was so before they were there."""
     options = {name: value for name, value in about(folder).items()
-               if name not in FREE | {"commit", "python", "versions"} and BEFORE.get(name) != value}
+               if name not in FREE | {"started", "commit", "python", "versions"} and BEFORE.get(name) != value}
     return hashlib.sha256(json.dumps(options, sort_keys=True).encode()).hexdigest()
 
 

@@ -57,7 +57,7 @@ def test_bad_input_to_evaluate(argv, word):
 
 def test_every_option_has_a_help_text_and_the_named_ones_exist():
     names = {field.name for field in dataclasses.fields(Config)}
-    assert all(field.metadata["help"] for field in dataclasses.fields(Config))
+    assert all(field.metadata["help"] for field in dataclasses.fields(Config) if field.init)
     assert {"seed", "steps", "out", "env", "model", "group", "tasks", "lr", "bits", "lora_rank", "max_turns", "history",
             "temperature"} <= names
 

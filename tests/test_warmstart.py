@@ -4,7 +4,7 @@ import random
 import pytest
 import torch
 from conftest import SMALL, make_rows
-from test_chat import GEMMA, spaced_bpe
+from test_chat import GEMMA, of_family, spaced_bpe
 
 import evaluate
 import grpo
@@ -15,6 +15,7 @@ from rl.chat import Chat
 from rl.learner import pad, token_logps
 from rl.logs import read
 from rl.model import add_lora
+from rl.policy import carrying_chat
 
 
 @pytest.fixture(scope="module")
@@ -45,6 +46,16 @@ def test_a_scripted_action_ends_as_the_template_ends_a_turn(stops):  # docs/faul
     assert len(episode.turns) > 1 and all(turn.stop == "end" for turn in episode.turns)
     assert {turn.action_ids[-1] for turn in episode.turns} == {end_of_turn if stops else tokenizer.eos_token_id}
     assert len(episode.rows) == (1 if stops else len(episode.turns))
+
+
+@pytest.mark.parametrize("name, end", [("llama3", "<|eot_id|>"), ("phi", "<|end|>"), ("qwen2.5", "<|im_end|>"), ("mistral-bytes", "</s>")])
+def test_the_end_of_a_turn_is_that_of_the_family(name, end):  # docs/faults.md, 33
+    """These tokenizers' own end token is </s>. A model's generation_config says where sampling stops."""
+    tokenizer, *_ = of_family(name)
+    chat = carrying_chat(tokenizer, False, tokenizer.convert_tokens_to_ids(["</s>", end]))
+    [episode] = warmstart.play(KeyDoor, chat, KeyDoor.tasks("train")[:1], "gold", seed=0, max_turns=5)
+    assert {turn.action_ids[-1] for turn in episode.turns} == {tokenizer.convert_tokens_to_ids(end)} and len(episode.turns) > 1
+    assert len(episode.rows) == 1
 
 
 @pytest.mark.parametrize("share, count", [(0.0, 0), (1.0, 8)])
