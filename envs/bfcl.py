@@ -17,8 +17,8 @@ The model's text is parsed, never executed (envs/toolcalls.py): literal argument
 Differences from the official harness (bfcl-eval 2026.3.23):
  1. A malformed call (text that starts like one but does not parse) is an invalid action: it says why, counts as one of
     the 20 steps, and the turn goes on. Officially, what does not parse ends the turn, as prose does here.
-  2. Arguments must be literals or bare names, which are strings. Officially arithmetic is evaluated, too, and a nested call
-     runs. Text over 10,000 characters after thinking is invalid, and so is thinking that did not end.
+ 2. Arguments must be literals or bare names, which are strings. Officially arithmetic is evaluated, too, and a nested call
+    runs. Text over 10,000 characters after thinking is invalid, and so is thinking that did not end.
  3. Positional arguments count, as in the ground truth. Officially the ground truth's count, the model's are lost.
  4. Only the task's functions are callable. Officially, the model's text also reaches Python's built-ins.
  5. Each episode has its own instances. Officially they live in a module's globals under the model's name, and
