@@ -73,10 +73,10 @@ class Door(FakeEnv):
 @pytest.mark.parametrize("tokenizer", ["qwen3", "qwen3_5"], indirect=True)
 def test_an_unended_thought_is_paid_nothing_and_stays_out_of_later_prompts(tokenizer, history):  # docs/faults.md, 43
     chat = Chat(tokenizer, thinking=True)
-    open_ = [] if chat.opened else [chat.think_begin]
+    by_prompt = tokenizer.decode(chat.prompt([("user", "x")])).endswith("<think>\n")
+    open_ = [] if by_prompt else [chat.think_begin]
     unended = [*open_, *chat.text_ids("zebra\n<action>go</action>\ngo"), tokenizer.eos_token_id]
-    late = [*chat.text_ids("\n") * bool(chat.opened), *([chat.think_end] if chat.opened else []), *chat.text_ids("wait"),
-            chat.think_begin, *chat.text_ids("zebra")]
+    late = [*([chat.think_end] if by_prompt else []), *chat.text_ids("wait"), chat.think_begin, *chat.text_ids("zebra")]
     ended = [*open_, *chat.text_ids("zebra"), *closing_ids(chat), *chat.text_ids("go"), tokenizer.eos_token_id]
     [t] = play(chat, FakePolicy(unended, late, ended), "wait wait win", env=Door, history=history)
     assert [turn.valid for turn in t.turns] == [False, False, True] and t.reward == 1 and t.end == "success"
