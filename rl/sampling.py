@@ -52,7 +52,9 @@ def sampler(model, chat, *, temperature: float = 1.0, max_new_tokens: int = 32, 
             p_NV = unnormalised(scores_NV, temperature)
             drawn_N1, norm_N1 = draw_tokens(p_NV)[:, None], p_NV.sum(1, keepdim=True)
             logps.append(p_NV.gather(1, drawn_N1).div_(norm_N1))
-            above_mean.append(scores_NV.gather(1, drawn_N1) - torch.bmm(p_NV[:, None], scores_NV[:, :, None])[:, 0].div_(norm_N1))
+            # A few rows at a time, in a small buffer: on a CPU this takes half the time of bmm
+            sums = [torch.linalg.vecdot(*some) for some in zip(p_NV.split(16), scores_NV.split(16))]
+            above_mean.append(scores_NV.gather(1, drawn_N1) - torch.cat(sums)[:, None].div_(norm_N1))
             return p_NV.scatter_(1, drawn_N1, torch.inf)
 
         # Tokens until every row has ended

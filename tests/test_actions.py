@@ -100,7 +100,7 @@ def test_a_form_is_not_read(game, form):
 
 
 @pytest.mark.parametrize("form", UNENDED)
-def test_thinking_that_did_not_end_is_an_invalid_action(game, form):  # docs/faults.md, 43
+def test_thinking_that_did_not_end_is_an_invalid_action(game, form):  # docs/faults.md, 40
     observation, reward, info = game.step(UNENDED[form])
     assert not info["valid"] and not info["success"] and reward == 0 and game.same()
     assert (UNFINISHED in observation) == (game.name != "my_env")
@@ -170,7 +170,7 @@ def test_searchqa_reads_an_answer(question, text):
 
 @pytest.mark.parametrize("text", ["<think>it is <answer>Bay</answer>", "<think>a</think><answer>Bay</answer><think>or",
                                   "<answer>Bay</answer><think>", "<think><ANSWER>Bay</ANSWER>"])
-def test_searchqa_pays_for_no_thought(question, text):  # docs/faults.md, 43
+def test_searchqa_pays_for_no_thought(question, text):  # docs/faults.md, 40
     observation, reward, terminated, _, info = question.step(text)
     assert UNFINISHED in observation and (reward, terminated) == (0.0, True)
     assert info == {"success": False, "valid": False, "score": 0.0}
@@ -178,7 +178,7 @@ def test_searchqa_pays_for_no_thought(question, text):  # docs/faults.md, 43
 
 @needs_bfcl
 @pytest.mark.parametrize("format, call", [("prompt", "[pwd()]"), ("native", '<tool_call>{"name": "pwd", "arguments": {}}</tool_call>')])
-def test_bfcl_ends_no_turn_and_calls_nothing_in_a_thought(format, call):  # docs/faults.md, 43
+def test_bfcl_ends_no_turn_and_calls_nothing_in_a_thought(format, call):  # docs/faults.md, 40
     env = make_env("bfcl", {"format": format})
     env.reset(task="base/0", seed=0)
     for text in (f"<think>{call}", f"{call}<think>", f"<think>a</think>{call}\n<think>b", "<think>Nothing is left to do."):

@@ -347,7 +347,7 @@ def test_kl_needs_a_reference():
 @every_loss
 @pytest.mark.parametrize("log_ratio", [100.0, 1e4, INF, 60.0, -100.0, -1e4, -INF])
 @pytest.mark.parametrize("A", [1.0, -1.0, 0.0])
-def test_a_log_ratio_that_overflows_leaves_gradients_finite(name, log_ratio, A):  # docs/faults.md, 40
+def test_a_log_ratio_that_overflows_leaves_gradients_finite(name, log_ratio, A):  # docs/faults.md, 37
     """A token that the clip holds has gradient 0, and no other token notices it; in fp32, where exp(89) is infinite."""
     b = make_batch(0)
     b = replace(b, **{key: getattr(b, key).float() for key in ("logp", "old", "ref", "A", "entropy")})
@@ -365,7 +365,7 @@ def test_a_log_ratio_that_overflows_leaves_gradients_finite(name, log_ratio, A):
 
 @pytest.mark.parametrize("name", ["grpo+kl", "dapo+kl", "gspo+kl"])
 @pytest.mark.parametrize("gap", [100.0, -100.0, 60.0])
-def test_a_reference_far_away_leaves_gradients_finite(name, gap):  # docs/faults.md, 40
+def test_a_reference_far_away_leaves_gradients_finite(name, gap):  # docs/faults.md, 37
     b = make_batch(0)
     b = replace(b, **{key: getattr(b, key).float() for key in ("logp", "old", "ref", "A", "entropy")})
     b.ref[2] = b.logp[2] + gap
@@ -378,7 +378,7 @@ def test_a_reference_far_away_leaves_gradients_finite(name, gap):  # docs/faults
 
 @every_loss
 @pytest.mark.parametrize("which", [("logp",), ("old",), ("logp", "old", "ref", "A", "entropy")], ids="+".join)
-def test_log_probs_in_bf16_are_computed_in_fp32(name, which):  # docs/faults.md, 41
+def test_log_probs_in_bf16_are_computed_in_fp32(name, which):  # docs/faults.md, 38
     """The same rounded numbers give the same loss in either type: between 1 and 1.0078 bf16 has nothing, GSPO's clip range is 4e-4."""
     b = make_batch(0)
     rounded = replace(b, **{key: getattr(b, key).bfloat16() if key in which else getattr(b, key).float()
@@ -397,7 +397,7 @@ SAME = [[0.07 + 0.6, 0.67], [0.1 + 0.2, 0.3, 0.3], [-0.1 - 0.2, -0.3], [1e-20 * 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("rewards", SAME)
-def test_rewards_equal_but_for_rounding_are_a_dead_group(rewards, dtype):  # docs/faults.md, 42
+def test_rewards_equal_but_for_rounding_are_a_dead_group(rewards, dtype):  # docs/faults.md, 39
     rewards_G = torch.tensor(rewards, dtype=torch.float64).to(dtype)
     if dtype == torch.float32 and rewards[0] == 0.07 + 0.6:  # added in fp32 by an environment, then a Python number
         rewards_G = torch.stack([torch.tensor(0.07) + torch.tensor(0.6), torch.tensor(0.67)]).double()
@@ -409,7 +409,7 @@ def test_rewards_equal_but_for_rounding_are_a_dead_group(rewards, dtype):  # doc
 
 
 @pytest.mark.parametrize("rewards", [[0.67, 0.671], [1e-7, 0], [1.0, 1.0001], [-1e-3, -1.1e-3], [0, 1e-30]])
-def test_rewards_that_differ_are_a_live_group(rewards):  # docs/faults.md, 42
+def test_rewards_that_differ_are_a_live_group(rewards):  # docs/faults.md, 39
     assert keep_group(rewards) is True and (group_advantages(rewards, [0, 0]) != 0).all()
 
 

@@ -52,7 +52,7 @@ def model_for(chat):
 
 @pytest.mark.parametrize("tokenizer, thinking, opened", [("qwen3", True, ""), ("qwen3", False, ""), ("qwen3_5", True, "<think>"),
                                                          ("qwen3_5", False, ""), ("words", True, "")], indirect=["tokenizer"])
-def test_a_chat_knows_whether_its_template_opens_thinking(tokenizer, thinking, opened):  # docs/faults.md, 43
+def test_a_chat_knows_whether_its_template_opens_thinking(tokenizer, thinking, opened):  # docs/faults.md, 40
     chat = Chat(tokenizer, thinking)
     assert chat.opened == opened and chat.action_text(chat.text_ids("go")) == f"{opened}go"
     assert parse_action(chat.action_text(chat.text_ids("go"))) == ("" if opened else "go")
@@ -71,7 +71,7 @@ class Door(FakeEnv):
 
 @pytest.mark.parametrize("history", ["full", "window:2"])
 @pytest.mark.parametrize("tokenizer", ["qwen3", "qwen3_5"], indirect=True)
-def test_an_unended_thought_is_paid_nothing_and_stays_out_of_later_prompts(tokenizer, history):  # docs/faults.md, 43
+def test_an_unended_thought_is_paid_nothing_and_stays_out_of_later_prompts(tokenizer, history):  # docs/faults.md, 40
     chat = Chat(tokenizer, thinking=True)
     by_prompt = tokenizer.decode(chat.prompt([("user", "x")])).endswith("<think>\n")
     open_ = [] if by_prompt else [chat.think_begin]
@@ -157,7 +157,7 @@ PROMPTS = [[5, 6, 7], [8] * 11, [9, 10, 11, 12, 13, 14], [20]] * 3
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
-def test_the_sampler_forces_and_says_what_it_forced(opens, temperature):  # docs/faults.md, 44
+def test_the_sampler_forces_and_says_what_it_forced(opens, temperature):  # docs/faults.md, 41
     model = model_for(opens)
     act = sampler(model, opens, temperature=temperature, max_new_tokens=9, thinking_budget=4)
     torch.manual_seed(0)
@@ -202,7 +202,7 @@ def test_a_kept_cache_samples_the_same_under_a_budget(played):
     assert kept == anew and any(0 in turn.action_ids.mask for t in kept for turn in t.turns)
 
 
-def test_forced_tokens_are_in_the_context_and_not_in_the_loss(played):  # docs/faults.md, 44
+def test_forced_tokens_are_in_the_context_and_not_in_the_loss(played):  # docs/faults.md, 41
     chat, model, batch, _ = played
     rows = [row for t in batch for row in t.rows]
     forced = [sum(len(turn.action_ids) - sum(turn.action_ids.mask) for turn in t.turns) for t in batch]
