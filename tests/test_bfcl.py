@@ -576,8 +576,9 @@ def test_values_in_xml_are_typed_by_the_schema():
         [call] = parse_tool_calls(text, schemas)
         assert call == Call("f", (), wanted) and type(call.kwargs["n"]) is float
     text = "<tool_call><function=f>" + "".join(f"<parameter={name}>{value}</parameter>" for name, value in (
-        ("s", "\n two\n\nlines \n"), ("n", "much"), ("b", "true"), ("l", "('a', 2)"), ("o", "null"))) + "</function></tool_call>"
-    assert parse_tool_calls(text, schemas)[0].kwargs == {"s": " two\n\nlines ", "n": "much", "b": True, "l": ("a", 2), "o": None}
+        ("s", "\n two\n\nlines \n"), ("n", "much"), ("b", "true"), ("l", "('a', 2)"), ("o", "null"), ("other", "NULL"))) + "</function></tool_call>"
+    assert parse_tool_calls(text, schemas)[0].kwargs == {"s": " two\n\nlines ", "n": "much", "b": True, "l": ("a", 2), "o": None,
+                                                          "other": None}
 
 
 def test_xml_that_is_no_call_is_invalid():
