@@ -5,7 +5,8 @@
 
 We call greedy `generate`, and a logits processor of ours draws a token and makes it the likeliest one. The samples are exact, come with
 their log-probs, and cost a tenth of the time of `torch.multinomial` at a vocabulary of 151,936 on a CPU.
-What an earlier turn has encoded is kept for the next one where that is exact (cache.py).
+What an earlier turn has encoded is kept for the next one where that is exact (cache.py). An adapter is added to the weights for as
+long (`merge`): its many small products take more time than the base model's large ones.
 """
 import torch
 from transformers import DynamicCache, GenerationConfig, LogitsProcessorList
@@ -27,22 +28,18 @@ def sampler(model, chat, *, temperature: float = 1.0, max_new_tokens: int = 32, 
     causal = model.get_base_model() if hasattr(model, "get_base_model") else model
     config = GenerationConfig(do_sample=False, max_new_tokens=max_new_tokens, eos_token_id=sorted(chat.end_ids),
                               pad_token_id=chat.pad_id, repetition_penalty=1.0, num_beams=1)
-    keep_cache, kept = keep_cache and chat.keep_cache and keeps_cache(causal), None
+    keep_cache, kept, merged = keep_cache and chat.keep_cache and keeps_cache(causal), None, []
 
     @torch.no_grad()
     def act(prompts: list[list[int]]) -> list[list[int]]:
-        nonlocal kept
+        nonlocal kept, merged
         if kept and all(kept.find(prompt) is None for prompt in prompts):
             kept = None  # of no use any more, and as large as the one to come
         past, kept = kept, None  # where this turn fails, nothing is kept
+        merged = merged if past else []  # the weights that made the cache
         if not prompts:
             return []
-        # What the model reads: the prompts, padded on the left, or what is new in them behind a kept cache
-        if keep_cache:
-            ids_NT, mask_NT, cache = begin(causal, past, prompts, chat.pad_id)
-        else:
-            ids_NT, mask_NT, cache = *left_pad(prompts, chat.pad_id, model.device), DynamicCache(config=causal.config)
-        logps = []
+        merged, logps = merged or merge(model), []
 
         def draw(_, scores_NV):
             """Makes the token that is drawn the likeliest one."""
@@ -51,16 +48,24 @@ def sampler(model, chat, *, temperature: float = 1.0, max_new_tokens: int = 32, 
             logps.append((p_NV.gather(1, drawn_N1)[:, 0] / p_NV.sum(1)).log())
             return p_NV.scatter_(1, drawn_N1, torch.inf)
 
-        # Tokens until every row has ended
         training = model.training
         model.eval()  # in training mode with activation checkpointing, generate would drop its cache
         # The head gets the last position's states as a tensor of their own: for a slice, PyTorch copies the head for each row
         hook = causal.get_output_embeddings().register_forward_pre_hook(
             lambda head, args: (args[0].clone(memory_format=torch.contiguous_format),))
+        own = [(layer, layer.base_layer.weight) for layer, _ in merged]
         try:
+            put(merged, ["default"])
+            # What the model reads: the prompts, padded on the left, or what is new in them behind a kept cache
+            if keep_cache:
+                ids_NT, mask_NT, cache = begin(causal, past, prompts, chat.pad_id)
+            else:
+                ids_NT, mask_NT, cache = *left_pad(prompts, chat.pad_id, model.device), DynamicCache(config=causal.config)
+            # Tokens until every row has ended
             out_NT = model.generate(input_ids=ids_NT, attention_mask=mask_NT, generation_config=config, cache=cache,
                                     logits_processor=LogitsProcessorList([draw] if temperature else []))
         finally:
+            put(own, [])
             hook.remove()
             model.train(training)
         sampled = out_NT[:, ids_NT.shape[1]:].tolist()
@@ -75,6 +80,37 @@ def sampler(model, chat, *, temperature: float = 1.0, max_new_tokens: int = 32, 
         return actions
 
     return act
+
+
+@torch.no_grad()
+def merge(model, most=2 ** 30):
+    """[(LoRA layer, its W + s B A)]; [] where the adapter is off, or where this copy of the weights takes over `most` bytes.
+
+    Left out are layers of 4 bits and adapters with more than s B A (biases): they go on as they are. In bf16 an entry is rounded up
+    or down by chance, so that its mean is right, by the same draws each time: the nearest number is mostly W itself (docs/speed.md).
+    """
+    from peft.tuners.lora import Linear
+
+    on = {layer: [name for name in layer.active_adapters if name in layer.lora_A] for layer in model.modules()
+          if isinstance(layer, Linear) and not layer.disable_adapters}
+    on = {layer: names for layer, names in on.items() if not any(layer.lora_bias[n] or n in layer.lora_variant for n in names)}
+    if not 0 < sum(layer.weight.nbytes for layer in on) <= most:
+        return []
+    merged, size = [], max(layer.weight.numel() for layer in on)
+    draws = torch.randint(2 ** 16, (size,), generator=torch.Generator().manual_seed(0), dtype=torch.int32).to(model.device)
+    for layer, names in on.items():
+        weight = sum((layer.get_delta_weight(name) for name in names), layer.weight.float())
+        if layer.weight.dtype == torch.bfloat16:  # the upper half of an fp32 number
+            bits = weight.view(torch.int32).flatten()
+            weight = (bits + draws[:len(bits)]).bitwise_and_(-2 ** 16).view(torch.float32).view_as(weight)
+        merged.append((layer, torch.nn.Parameter(weight.to(layer.weight.dtype), requires_grad=False)))
+    return merged
+
+
+def put(weights, merged_adapters):
+    """Give each LoRA layer this weight of its base layer. Its own is put back as it was, not computed back."""
+    for layer, weight in weights:
+        layer.base_layer.weight, layer.merged_adapters = weight, merged_adapters  # PEFT's sign that there is nothing to add
 
 
 def unnormalised(scores_NV, temperature):
