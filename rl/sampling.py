@@ -91,15 +91,15 @@ def merge(model, most=2 ** 30):
     """
     from peft.tuners.lora import Linear
 
-    on = {layer: [name for name in layer.active_adapters if name in layer.lora_A] for layer in model.modules()
-          if isinstance(layer, Linear) and not layer.disable_adapters}
-    on = {layer: names for layer, names in on.items() if not any(layer.lora_bias[n] or n in layer.lora_variant for n in names)}
-    if not 0 < sum(layer.weight.nbytes for layer in on) <= most:
+    layers = [layer for layer in model.modules() if isinstance(layer, Linear) and not layer.disable_adapters and not any(
+        layer.lora_bias.get(name) or name in layer.lora_variant for name in layer.active_adapters)]
+    if not 0 < sum(layer.weight.nbytes for layer in layers) <= most:
         return []
-    merged, size = [], max(layer.weight.numel() for layer in on)
-    draws = torch.randint(2 ** 16, (size,), generator=torch.Generator().manual_seed(0), dtype=torch.int32).to(model.device)
-    for layer, names in on.items():
-        weight = sum((layer.get_delta_weight(name) for name in names), layer.weight.float())
+    merged, shape = [], (max(layer.weight.numel() for layer in layers),)
+    draws = torch.randint(2 ** 16, shape, generator=torch.Generator().manual_seed(0), dtype=torch.int32).to(model.device)
+    for layer in layers:
+        names = [name for name in layer.active_adapters if name in layer.lora_A]
+        weight = sum(map(layer.get_delta_weight, names), layer.weight.float())
         if layer.weight.dtype == torch.bfloat16:  # the upper half of an fp32 number
             bits = weight.view(torch.int32).flatten()
             weight = (bits + draws[:len(bits)]).bitwise_and_(-2 ** 16).view(torch.float32).view_as(weight)
