@@ -28,7 +28,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from rl.learner import add_gradient, token_logps
 from rl.model import add_lora
-from rl.sampling import unnormalised
+from rl.sampling import merge, unnormalised
 
 
 class Live(TorchDispatchMode):
@@ -173,6 +173,11 @@ def roll(model, rows, length):
     tensors = [t for layer in cache.layers for t in tree_iter(vars(layer)) if isinstance(t, torch.Tensor)]
     kept = sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}.values())
     return kept, most - kept
+
+
+def merged(model, bits) -> int:
+    """The copy of the weights, with the adapter in them, that a rollout of a small model makes (sampling.py)."""
+    return 0 if bits == 4 else working(model, lambda: merge(model))
 
 
 # All layers from a few

@@ -64,7 +64,7 @@ def fit(name, gpu, *, bits=None, rank=16, max_context=4096, optimizer="adamw", f
     """
     import torch
 
-    from rl.memory import builder, deep, learn, roll, weight_bytes
+    from rl.memory import builder, deep, learn, merged, roll, weight_bytes
 
     config = config_of(name)
     room = (gpu - CONTEXT) * (1 - SHARE) * GIB
@@ -75,15 +75,16 @@ def fit(name, gpu, *, bits=None, rank=16, max_context=4096, optimizer="adamw", f
         weights, unpacked = weight_bytes(build(), width)
         adapter = sum(p.numel() for p in build().parameters() if p.requires_grad)
         fixed = weights + adapter * (4 + 4 + (2 if optimizer == "paged_adamw_8bit" else 8))
-        rest = room - fixed - unpacked
-        least = max(deep(learn, build, max_context, max_context), sum(deep(roll, build, 1, max_context)))
+        rest, copy = room - fixed - unpacked, merged(build(), width)
+        least = max(deep(learn, build, max_context, max_context), copy + sum(deep(roll, build, 1, max_context)))
         needs.append((fixed + unpacked + least, width, checkpointing))
         if needs[-1][0] > room:
             continue
         tokens = largest(lambda n: deep(learn, build, n, max_context), rest, MOST_TOKENS, max_context)
-        envs = largest(lambda n: sum(deep(roll, build, n, max_context)), rest, MOST_ENVS)
+        envs = largest(lambda n: sum(deep(roll, build, n, max_context)), rest - copy, MOST_ENVS)
         found = SimpleNamespace(name=name, gpu=gpu, bits=width, checkpointing=checkpointing, tokens=tokens, envs=envs,
-                                context=max_context, weights=weights, fixed=fixed, unpacked=unpacked, room=room, build=build)
+                                context=max_context, weights=weights, fixed=fixed, unpacked=unpacked, copy=copy, room=room,
+                                build=build)
         if tokens >= max(2 * max_context, 8192) and envs >= 8:
             break
     if found is None:
@@ -102,7 +103,7 @@ def fit(name, gpu, *, bits=None, rank=16, max_context=4096, optimizer="adamw", f
 
     while found.tokens > max_context and any(sum(taken(phase, found.tokens)) > room for phase in passes):
         found.tokens -= max_context
-    found.phases = {"rollout": (found.fixed, cache, rolling + found.unpacked)}
+    found.phases = {"rollout": (found.fixed, cache, rolling + found.copy + found.unpacked)}
     found.phases |= {phase: taken(phase, found.tokens) for phase in passes}
     return found
 

@@ -5,7 +5,8 @@
 
 We call greedy `generate`, and a logits processor of ours draws a token and makes it the likeliest one. The samples are exact, come with
 their log-probs, and cost a tenth of the time of `torch.multinomial` at a vocabulary of 151,936 on a CPU.
-What an earlier turn has encoded is kept for the next one where that is exact (cache.py).
+What an earlier turn has encoded is kept for the next one where that is exact (cache.py). An adapter is added to the weights for as
+long (`merge`): its many small products take more time than the base model's large ones.
 """
 import torch
 from transformers import DynamicCache, GenerationConfig, LogitsProcessorList
@@ -30,21 +31,18 @@ def sampler(model, chat, *, temperature: float = 1.0, max_new_tokens: int = 32, 
     config = GenerationConfig(do_sample=False, max_new_tokens=max_new_tokens, eos_token_id=sorted(chat.end_ids),
                               pad_token_id=chat.pad_id, repetition_penalty=1.0, num_beams=1)
     budget = Budget(chat, thinking_budget, max_new_tokens) if thinking_budget else None
-    keep_cache, kept = keep_cache and chat.keep_cache and keeps_cache(causal), None
+    keep_cache, kept, merged = keep_cache and chat.keep_cache and keeps_cache(causal), None, []
 
     @torch.no_grad()
     def act(prompts: list[list[int]]) -> list[list[int]]:
-        nonlocal kept
+        nonlocal kept, merged
         if kept and all(2 * kept.find(prompt)[0] < len(prompt) for prompt in prompts):
             kept = None  # of little use, and as large as the one to come
         past, kept = kept, None  # where this turn fails, nothing is kept
+        merged = merged if past else []  # the weights that made the cache
         if not prompts:
             return []
-        # What the model reads: the prompts, padded on the left, or what is new in them behind a kept cache
-        if keep_cache:
-            ids_NT, mask_NT, cache = begin(causal, past, prompts, chat.pad_id)
-        else:
-            ids_NT, mask_NT, cache = *left_pad(prompts, chat.pad_id, model.device), DynamicCache(config=causal.config)
+        merged = merged or merge(model)
         logps, above_mean, force = [], [], [budget.start(len(prompts), model.device)] if budget else []
 
         def draw(_, scores_NV):
@@ -57,16 +55,24 @@ def sampler(model, chat, *, temperature: float = 1.0, max_new_tokens: int = 32, 
             above_mean.append(scores_NV.gather(1, drawn_N1) - torch.cat(sums)[:, None].div_(norm_N1))
             return p_NV.scatter_(1, drawn_N1, torch.inf)
 
-        # Tokens until every row has ended
         training = model.training
         model.eval()  # in training mode with activation checkpointing, generate would drop its cache
         # The head gets the last position's states as a tensor of their own: for a slice, PyTorch copies the head for each row
         hook = causal.get_output_embeddings().register_forward_pre_hook(
             lambda head, args: (args[0].clone(memory_format=torch.contiguous_format),))
+        own = [(layer, layer.base_layer.weight) for layer, _ in merged]
         try:
+            put(merged, ["default"])
+            # What the model reads: the prompts, padded on the left, or what is new in them behind a kept cache
+            if keep_cache:
+                ids_NT, mask_NT, cache = begin(causal, past, prompts, chat.pad_id)
+            else:
+                ids_NT, mask_NT, cache = *left_pad(prompts, chat.pad_id, model.device), DynamicCache(config=causal.config)
+            # Tokens until every row has ended
             out_NT = model.generate(input_ids=ids_NT, attention_mask=mask_NT, generation_config=config, cache=cache,
                                     logits_processor=LogitsProcessorList(force + ([draw] if temperature else [])))
         finally:
+            put(own, [])
             hook.remove()
             model.train(training)
         sampled = out_NT[:, ids_NT.shape[1]:].tolist()
@@ -85,6 +91,37 @@ def sampler(model, chat, *, temperature: float = 1.0, max_new_tokens: int = 32, 
         return actions
 
     return act
+
+
+@torch.no_grad()
+def merge(model, most=2 ** 30):
+    """[(LoRA layer, its W + s B A)]; [] where the adapter is off, or where this copy of the weights takes over `most` bytes.
+
+    Left out are layers of 4 bits and adapters with more than s B A (biases): they go on as they are. In bf16 an entry is rounded up
+    or down by chance, so that its mean is right, by the same draws each time: the nearest number is mostly W itself (docs/speed.md).
+    """
+    from peft.tuners.lora import Linear
+
+    layers = [layer for layer in model.modules() if isinstance(layer, Linear) and not layer.disable_adapters and not any(
+        layer.lora_bias.get(name) or name in layer.lora_variant for name in layer.active_adapters)]
+    if not 0 < sum(layer.weight.nbytes for layer in layers) <= most:
+        return []
+    merged, shape = [], (max(layer.weight.numel() for layer in layers),)
+    draws = torch.randint(2 ** 16, shape, generator=torch.Generator().manual_seed(0), dtype=torch.int32).to(model.device)
+    for layer in layers:
+        names = [name for name in layer.active_adapters if name in layer.lora_A]
+        weight = sum(map(layer.get_delta_weight, names), layer.weight.float())
+        if layer.weight.dtype == torch.bfloat16:  # the upper half of an fp32 number
+            bits = weight.view(torch.int32).flatten()
+            weight = (bits + draws[:len(bits)]).bitwise_and_(-2 ** 16).view(torch.float32).view_as(weight)
+        merged.append((layer, torch.nn.Parameter(weight.to(layer.weight.dtype), requires_grad=False)))
+    return merged
+
+
+def put(weights, merged_adapters):
+    """Give each LoRA layer this weight of its base layer. Its own is put back as it was, not computed back."""
+    for layer, weight in weights:
+        layer.base_layer.weight, layer.merged_adapters = weight, merged_adapters  # PEFT's sign that there is nothing to add
 
 
 def unnormalised(scores_NV, temperature):

@@ -1,4 +1,7 @@
 """rl/sampling.py: the whole distribution is sampled, with its log-probs, and an action ends where it should."""
+import gc
+import weakref
+
 import pytest
 import torch
 from conftest import play_shouting, shake, tiny_gpt2, tiny_qwen3, watched
@@ -6,8 +9,8 @@ from conftest import play_shouting, shake, tiny_gpt2, tiny_qwen3, watched
 from rl import sampling
 from rl.chat import Chat
 from rl.learner import row_logps
-from rl.model import load_model
-from rl.sampling import draw_tokens, sampler
+from rl.model import add_lora, freeze_reference, load_model
+from rl.sampling import draw_tokens, merge, sampler
 
 PROMPTS = [[5, 6, 7], [8] * 11, [9, 10, 11, 12, 13, 14], [20]]
 
@@ -164,6 +167,136 @@ def test_the_head_is_given_a_tensor_of_its_own(base, word_chat):
     hook.remove()
     width = base.config.hidden_size
     assert strides == {(width, width, 1)} and not base.get_output_embeddings()._forward_pre_hooks
+
+
+# The adapter in the weights
+
+def gap(model, chat, **how):
+    """The largest difference of the sampler's log-probs and the learner's."""
+    rows = [row for t in play_shouting(model, chat, **how) for row in t.rows]
+    scored = row_logps(model, rows, chat.pad_id)
+    return max(abs(a - b) for row, logp_T in zip(rows, scored) for a, b in zip(row.sampled_logp, logp_T))
+
+
+def tensors(model):
+    return {name: (p, p.detach().clone()) for name, p in model.named_parameters()}
+
+
+def assert_untouched(model, before):
+    """The same parameters, bit by bit, and the adapter adds to their output again."""
+    for name, p in model.named_parameters():
+        assert p is before[name][0] and torch.equal(p, before[name][1]), name
+    assert not any(getattr(layer, "merged", False) for layer in model.modules())
+
+
+@pytest.mark.parametrize("make", [tiny_qwen3, tiny_gpt2])
+@pytest.mark.parametrize("keep_cache", [True, False])
+def test_the_adapter_is_in_the_weights_while_it_samples(words, word_chat, monkeypatch, make, keep_cache):
+    policy = add_lora(make(len(words)), rank=4)
+    shake(policy)
+    freeze_reference(policy)
+    before, seen, generate = tensors(policy), [], policy.generate
+    loras = [layer for layer in policy.modules() if hasattr(layer, "merged_adapters")]
+
+    def watched_generate(**how):
+        seen.append(all(layer.merged for layer in loras) and not any(
+            layer.base_layer.weight is p for layer in loras for p, _ in before.values()))
+        return generate(**how)
+
+    monkeypatch.setattr(policy, "generate", watched_generate)
+    assert gap(policy, word_chat, keep_cache=keep_cache) < 1e-4 and len(seen) > 3 and all(seen)
+    assert_untouched(policy, before)
+
+
+@pytest.mark.parametrize("change, left_out", [
+    ({}, 0), ({"use_rslora": True}, 0), ({"rank_pattern": {"q_proj": 1}, "alpha_pattern": {"v_proj": 3}}, 0), ({"lora_bias": True}, 4),
+    ({"target_modules": ["q_proj", "embed_tokens"]}, 0)])
+def test_every_kind_of_adapter_samples_what_it_scores(base, word_chat, change, left_out):
+    """With biases the layers are left out, an embedding always: the adapter goes on adding to their output."""
+    from peft import LoraConfig, get_peft_model
+
+    policy = get_peft_model(base, LoraConfig(**{"r": 4, "target_modules": ["q_proj", "v_proj"], "task_type": "CAUSAL_LM"} | change)).eval()
+    shake(policy)
+    with torch.no_grad():
+        for name, p in policy.named_parameters():
+            if "lora_embedding" in name or (".lora_B." in name and name.endswith("bias")):
+                p.normal_(0, 0.2)
+    linear = sum(hasattr(layer, "merged_adapters") and isinstance(layer.base_layer, torch.nn.Linear) for layer in policy.modules())
+    before = tensors(policy)
+    assert len(merge(policy)) == linear - left_out and gap(policy, word_chat) < 1e-4
+    assert_untouched(policy, before)
+
+
+def test_without_its_adapter_the_base_model_samples(policy, word_chat, words):
+    shake(policy, scale=0.5)
+    with policy.disable_adapter():
+        assert merge(policy) == []
+        rows = [t.rows for t in play_shouting(policy, word_chat)]
+    assert rows == [t.rows for t in play_shouting(tiny_qwen3(len(words)), word_chat)]
+    assert rows != [t.rows for t in play_shouting(policy, word_chat)]
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, torch.OutOfMemoryError])
+def test_the_weights_come_back_after_an_error(policy, word_chat, monkeypatch, error):
+    before = tensors(policy)
+    calls = []
+
+    def fails(module, args):
+        calls.append(module)
+        if len(calls) == 3:
+            raise error("in the middle")
+
+    hook = policy.get_base_model().model.layers[1].register_forward_pre_hook(fails)
+    with pytest.raises(error):
+        sampler(policy, word_chat, max_new_tokens=8)(PROMPTS)
+    hook.remove()
+    assert_untouched(policy, before)
+    assert gap(policy, word_chat) < 1e-4
+
+
+@pytest.mark.parametrize("keep_cache", [True, False])
+def test_the_next_rollout_has_the_new_weights(policy, word_chat, monkeypatch, keep_cache):
+    """Merged once a rollout with a kept cache, else in each turn; nothing of it stays when all episodes have ended."""
+    act, merges, plain = sampler(policy, word_chat, temperature=0, max_new_tokens=4, keep_cache=keep_cache), [], sampling.merge
+    monkeypatch.setattr(sampling, "merge", lambda model: merges.append(plain(model)) or merges[-1])
+    prompt = word_chat.prompt([("user", "take the iron key")])
+    [answer] = act([prompt])
+    act([[*prompt, *answer, 7]])
+    assert len(merges) == (1 if keep_cache else 2)
+    act([])
+    weights = [weakref.ref(weight) for merged in merges for _, weight in merged]
+    merges.clear()
+    gc.collect()
+    assert weights and not any(weight() is not None for weight in weights)
+    shake(policy, scale=0.5)
+    assert act([prompt]) == sampler(policy, word_chat, temperature=0, max_new_tokens=4)([prompt]) != [answer]
+
+
+def test_rounding_to_bf16_keeps_the_mean_of_a_small_adapter(words):
+    """An adapter as after a few steps, whose entries are far below the spacing of bf16: the nearest numbers leave most of it out."""
+    policy = add_lora(tiny_qwen3(len(words), hidden_size=256, intermediate_size=512).bfloat16(), rank=8)
+    shake(policy, scale=5e-4)
+    torch.manual_seed(0)
+    stream = torch.get_rng_state()
+    merged, again = merge(policy), merge(policy)
+    assert torch.equal(torch.get_rng_state(), stream)
+    kept, nearest, all_of_it = 0.0, 0.0, 0.0
+    for (layer, weight), (_, other) in zip(merged, again):
+        own, delta = layer.weight.float(), layer.get_delta_weight("default").detach()
+        assert weight.dtype == torch.bfloat16 and torch.equal(weight, other)
+        ulp = 2 ** (own + delta).abs().log2().floor().sub(7)
+        assert ((weight.float() - own - delta).abs() <= ulp).all()  # one of the two neighbours
+        kept += ((weight.float() - own) * delta).sum()
+        nearest += (((own + delta).bfloat16().float() - own) * delta).sum()
+        all_of_it += delta.square().sum()
+    assert kept / all_of_it == pytest.approx(1, abs=0.1) and nearest / all_of_it < 0.5
+
+
+def test_a_model_whose_copy_is_too_large_samples_with_its_adapter_beside(policy, word_chat, monkeypatch):
+    linear = sum(layer.weight.nbytes for layer in policy.modules() if hasattr(layer, "merged_adapters"))
+    assert merge(policy, most=linear) and merge(policy, most=linear - 1) == []
+    monkeypatch.setattr(sampling, "merge", lambda model, plain=merge: plain(model, most=linear - 1))
+    assert gap(policy, word_chat) < 1e-4
 
 
 def test_smollm2_answers_in_english(smollm2):
