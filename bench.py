@@ -28,6 +28,7 @@ import functools
 import json
 import os
 import re
+import signal
 import statistics
 import subprocess
 import sys
@@ -40,7 +41,6 @@ from envs import BadInput
 from rl.logs import read
 from rl.presets import KNOWN, PRESETS, SAME_SHAPE
 from rl.runs import Parser, cli, commit
-from rl.tiny import SHIPPED
 
 PEER = "1.16"
 TUNED = {"MALLOC_MMAP_THRESHOLD_": "17179869184", "MALLOC_TRIM_THRESHOLD_": "17179869184", "MALLOC_TOP_PAD_": "268435456"}
@@ -115,7 +115,7 @@ SHORT = {"episodes": 4, "group": 2, "turns": 1, "new_tokens": 8}  # defaults of 
 def full_size(args):
     """The folder of the model: given, or made of random weights for as long as this is open, or in --folder to stay."""
     if args.model == "tiny" or os.path.isdir(args.model):
-        yield str(SHIPPED) if args.model == "tiny" else args.model
+        yield str(Path(__file__).parent / "tiny-keydoor") if args.model == "tiny" else args.model
         return
     with contextlib.nullcontext(args.folder) if args.folder else tempfile.TemporaryDirectory() as folder:
         os.makedirs(folder, exist_ok=True)
@@ -141,44 +141,28 @@ def rehearse(args, folder):
 
 
 def resume(args, folder):
-    """{resume.name: figure}. Killed while the evaluation of step 2 runs: its row is logged, its checkpoint is not there yet."""
+    """{resume.name: figure}. Killed as the evaluation of step 2 begins: its row is logged, its checkpoint is not there yet."""
     with tempfile.TemporaryDirectory() as runs:
-        run = Path(runs) / "run"
-        command = [sys.executable, "grpo.py", *words_for_grpo(args, folder), "--out", str(run), "--steps", "2", "--save-every", "1",
-                   "--eval-episodes", "2"]
-        env = os.environ | {"OMP_NUM_THREADS": str(args.threads)}
-
-        def start(*more):
-            log = open(Path(runs) / "log", "w+")
-            return log, subprocess.Popen([*command, *more], cwd=Path(__file__).parent, env=env, stdout=log, stderr=log, text=True)
-
-        def done(log, process):
-            log.seek(0)
-            last = (log.read().strip().splitlines() or ["nothing said"])[-1].removeprefix("error: ")
-            raise BadInput(f"resume: grpo.py ended with {process.returncode}: {last}")
-
-        started = time.perf_counter()
-        log, process = start("--eval-every", "2")
-        while len(rows := read(run / "metrics.jsonl")) < 2:
-            if process.poll() is not None:
-                done(log, process)
-            time.sleep(0.01)
-        process.kill()
-        process.wait()
-        saved = json.loads((run / "checkpoint" / "step.json").read_text())["step"]
-        killed = time.perf_counter()
-        log, process = start("--eval-every", "0", "--resume")
-        if process.wait():
-            done(log, process)
-        again = read(run / "metrics.jsonl")
-        checkpoint_bytes = sum(path.stat().st_size for path in (run / "checkpoint").rglob("*") if path.is_file())
-        same = {name for name in rows[1] if not re.search("seconds|per_second|memory", name)}
-        differ = sorted(name for name in same if [row[name] for row in rows] != [row[name] for row in again])
-        if saved != 1 or differ:
-            raise RuntimeError(f"killed with the checkpoint of step {saved}; after resuming {', '.join(differ) or 'nothing'} differs")
-        return {"resume.saved_step": saved, "resume.equal_fields": len(same), "resume.checkpoint_bytes": checkpoint_bytes,
-                "resume.killed_seconds": killed - started, "resume.resumed_seconds": time.perf_counter() - killed,
-                "resume.rows": rows, "resume.rows_again": again}
+        run, seconds, came_out = Path(runs) / "run", [], []
+        for more, killed_at in (["--eval-every", "2"], 2 * args.episodes + 2), (["--eval-every", "0", "--resume"], 0):
+            start = time.perf_counter()
+            done = subprocess.run(
+                [sys.executable, "grpo.py", *words_for_grpo(args, folder), "--out", str(run), "--steps", "2", "--save-every", "1",
+                 "--eval-episodes", "1", *more], cwd=Path(__file__).parent, text=True, capture_output=True, check=False,
+                env=os.environ | {"OMP_NUM_THREADS": str(args.threads), "KILLED_AT_RESET": str(killed_at)})
+            if done.returncode != (-signal.SIGKILL if killed_at else 0):
+                last = (done.stderr.strip().splitlines() or ["nothing said"])[-1].removeprefix("error: ")
+                raise BadInput(f"resume: grpo.py ended with {done.returncode}: {last}")
+            seconds.append(time.perf_counter() - start)
+            came_out.append([{name: value for name, value in row.items() if not re.search("second|memory", name)}
+                             for row in read(run / "metrics.jsonl")])
+            saved = saved if came_out[1:] else json.loads((run / "checkpoint" / "step.json").read_text())["step"]
+        before, after = came_out
+        if saved != 1 or len(before) != 2 or before != after:
+            raise RuntimeError(f"killed with the checkpoint of step {saved} and these rows: {before}; after resuming: {after}")
+        size = sum(path.stat().st_size for path in (run / "checkpoint").rglob("*") if path.is_file())
+    return {"resume.saved_step": saved, "resume.rows": before, "resume.rows_again": after, "resume.checkpoint_bytes": size,
+            "resume.killed_seconds": seconds[0], "resume.resumed_seconds": seconds[1]}
 
 
 def parse(argv):

@@ -18,6 +18,7 @@ import json
 import math
 import os
 import shutil
+import signal
 import sys
 import tarfile
 import tempfile
@@ -53,7 +54,10 @@ KEPT = {"qwen3": "qwen3_tokenizer", "qwen3_5_text": "qwen3_5_tokenizer"}  # in q
 
 
 class Varied(KeyDoor):
-    """The game goes on whatever is said. words: so many more in the first observation."""
+    """The game goes on whatever is said. words: so many more in the first observation. A process whose environment says
+    KILLED_AT_RESET=n ends with its nth reset, as by `kill -9`."""
+
+    resets = 0
 
     def __init__(self, words: int = 0):
         super().__init__(stages=1, commands=3)
@@ -64,6 +68,9 @@ class Varied(KeyDoor):
         return KeyDoor.tasks(split, stages=1, commands=3)
 
     def reset(self, *, task, seed):
+        Varied.resets += 1
+        if str(Varied.resets) == os.environ.get("KILLED_AT_RESET"):
+            os.kill(os.getpid(), signal.SIGKILL)
         text, info = super().reset(task=task, seed=seed)
         return text + self.words * " go", info
 
@@ -173,7 +180,7 @@ def rehearse(how):
     shape = config_of(config.model)
     whole = config.bits == 32 or config.bits == 0 and not torch.cuda.is_available()
     build = builder(shape, torch.float32 if whole else torch.bfloat16, config.lora_rank, config.gradient_checkpointing)
-    weights, unpacked = weight_bytes(build(), config.bits)
+    weights, unpacked = weight_bytes(build(), config.bits)  # `unpacked` is a layer of 4 bits while it is used
     adapter = sum(p.numel() for p in build().parameters() if p.requires_grad)
     fixed = weights + 16 * adapter + unpacked  # fp32 with its gradient and AdamW's two
     refuse_if_too_large(how, config, fixed)
@@ -242,27 +249,40 @@ def rehearse(how):
 
     # Beside the plan for the same rows, and the machine's own rates
     lengths = [len(row.ids) for t in played for row in t.rows]
-    rows, longest, sampled = len(lengths), max(lengths), stats["learn_tokens"]
-    together = max(1, min(rows, step.micro_batch_tokens // longest)) * longest
+    longest, sampled = max(lengths), stats["learn_tokens"]
+    together = max(1, min(len(lengths), step.micro_batch_tokens // longest)) * longest
     figures |= {"plan.rollout_bytes": fixed + sum(deep(roll, build, len(envs), longest)),
-                "plan.learn_bytes": fixed + deep(learn, build, together, longest, sampled / rows / longest),
-                "peak_bytes": max(figures["rollout.peak_bytes"], figures["learn.peak_bytes"]), **rates(model.dtype, model.device, own_seconds)}
-    plan = max(figures["plan.rollout_bytes"], figures["plan.learn_bytes"])
-    numbers = sum(p.numel() for name, p in build().named_parameters() if p.dim() == 2 and "embed" not in name and "lm_head" not in name)
-    head = model.get_output_embeddings().weight
-    read = head.nbytes + sum(p.nbytes for name, p in model.named_parameters() if "embed" not in name and "lm_head" not in name)
-    needed, _ = learner_flops(build(), rows, sum(lengths) / rows, sampled)
-    rate, bandwidth = figures["product_flops_per_second"], figures["copy_bytes_per_second"]
-    token = max(read / bandwidth, 2 * len(envs) * (numbers + head.numel()) / rate)
-    again = 2 * numbers * sum(lengths) * config.gradient_checkpointing
-    for name, seconds in (("prefill", 2 * numbers * counts["prefill"] / rate), ("decode", token * counts["decode"]),
-                          ("learn", needed / rate), ("learn_with_recompute", (needed + again) / rate)):
-        figures[f"{name}.share"] = seconds / figures[f"{name.partition('_')[0]}.{TIMES[WATCH]}"]
-    return figures | {
-        "plan_over_peak": plan / figures["peak_bytes"], "rows": rows, "row_tokens": lengths, "planned_weights_bytes": weights,
-        "prefill.tokens": counts["prefill"], "decode.steps": counts["decode"], "decode.rows": len(envs),
-        "keeps_cache": chat.keep_cache, "micro_batch_tokens": step.micro_batch_tokens, **{
-            name: stats[name] for name in ("learn_tokens", "sampler_gap", "sampler_gap_max", "grad_norm", "entropy")}}
+                "plan.learn_bytes": fixed + deep(learn, build, together, longest, sampled / sum(lengths)),
+                "peak_bytes": max(figures["rollout.peak_bytes"], figures["learn.peak_bytes"]),
+                **rates(model.dtype, model.device, own_seconds), "device": device_name(),
+                "row_tokens": lengths, "prefill.tokens": counts["prefill"], "decode.steps": counts["decode"],
+                "decode.rows": len(envs), "keeps_cache": chat.keep_cache, "micro_batch_tokens": step.micro_batch_tokens,
+                **{name: stats[name] for name in ("learn_tokens", "sampler_gap", "sampler_gap_max", "grad_norm", "entropy")}}
+    figures["plan_over_peak"] = max(figures["plan.rollout_bytes"], figures["plan.learn_bytes"]) / figures["peak_bytes"]
+    return figures | shares(figures, model, build(), config.gradient_checkpointing)
+
+
+def device_name():
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_name()
+    return next((line.partition(": ")[2].strip() for line in open("/proc/cpuinfo") if line.startswith("model name")), "a CPU")
+
+
+def shares(figures, model, on_meta, checkpointing):
+    """{part.share}: the time that the part's products or bytes take at the machine's own rates, over the part's time. on_meta: the same
+    model, whose weights are not packed."""
+    def outside(named):
+        return [p for name, p in named if "embed" not in name and "lm_head" not in name]
+
+    numbers, head = sum(p.numel() for p in outside(on_meta.named_parameters())), model.get_output_embeddings().weight
+    lengths, rate, bandwidth = (figures[name] for name in ("row_tokens", "product_flops_per_second", "copy_bytes_per_second"))
+    read = head.nbytes + sum(p.nbytes for p in outside(model.named_parameters()))
+    token = max(read / bandwidth, 2 * figures["decode.rows"] * (numbers + head.numel()) / rate)
+    needed, _ = learner_flops(on_meta, len(lengths), sum(lengths) / len(lengths), figures["learn_tokens"])
+    again = 2 * numbers * sum(lengths) * checkpointing
+    return {f"{name}.share": seconds / figures[f"{name.removesuffix('_with_recompute')}.{TIMES[WATCH]}"] for name, seconds in (
+        ("prefill", 2 * numbers * figures["prefill.tokens"] / rate), ("decode", token * figures["decode.steps"]),
+        ("learn", needed / rate), ("learn_with_recompute", (needed + again) / rate))}
 
 
 if __name__ == "__main__":
