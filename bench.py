@@ -3,10 +3,13 @@
     pip install -r bench-requirements.txt                             # the peer; `growth` and `limit` do without it
     OMP_NUM_THREADS=1 python bench.py all --json speed.json           # tiny: a random Qwen3 with the real vocabulary
     OMP_NUM_THREADS=1 python bench.py learner --model DIR --pairs 5   # a real model, in bf16
+    OMP_NUM_THREADS=1 python bench.py rehearse --model Qwen/Qwen3-4B --checkpointing     # its shapes, random weights
 
 learner: forward, backward, clipping and AdamW step of GRPO on given rows. rollout: episodes of a fixed number of turns and
 tokens. step: a rollout, then the learner on it. growth: late turns of a long episode against early ones, and the learner's
 memory against the number of rows. limit: shares of the machine's matrix products and memory copies.
+rehearse: one step of grpo.py in full size, part by part, beside the plan's memory (tools/bench_rehearse.py). resume: grpo.py in
+full size, killed after its second step and resumed: the step must come out the same.
 What is measured is in tools/bench_ours.py (ours, growth, limit) and tools/bench_trl.py (TRL 1.16, transformers backend). How:
 
 1. Each figure comes from a process of its own, which does the work once to warm up and once on the clock. Ours and the
@@ -20,18 +23,24 @@ What is measured is in tools/bench_ours.py (ours, growth, limit) and tools/bench
 4. The gradients of the two sides must agree, and the numbers of tokens sampled and played, else no ratio is told.
 5. Activations are kept on both sides; TRL's default is to recompute them (--checkpointing does so on both sides).
 """
+import contextlib
 import functools
 import json
 import os
+import re
+import signal
 import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from importlib import metadata
 from pathlib import Path
 
 from envs import BadInput
-from rl.runs import Parser, cli
+from rl.logs import read
+from rl.presets import KNOWN, PRESETS, SAME_SHAPE
+from rl.runs import Parser, cli, commit
 
 PEER = "1.16"
 TUNED = {"MALLOC_MMAP_THRESHOLD_": "17179869184", "MALLOC_TRIM_THRESHOLD_": "17179869184", "MALLOC_TOP_PAD_": "268435456"}
@@ -44,7 +53,8 @@ def measured(args, task, side="ours", tuned=True, **more):
     how = vars(args) | {"task": task, "side": side, "gradient": ""} | more
     kept = {key: value for key, value in os.environ.items() if not key.startswith("MALLOC_")}
     env = kept | {"OMP_NUM_THREADS": str(args.threads), "TOKENIZERS_PARALLELISM": "false"} | (TUNED if tuned else {})
-    done = subprocess.run([sys.executable, "-m", "tools.bench_side", json.dumps(how)], env=env, text=True, check=False,
+    program = "tools.bench_rehearse" if task in ("make", "rehearse") else "tools.bench_side"
+    done = subprocess.run([sys.executable, "-m", program, json.dumps(how)], env=env, text=True, check=False,
                           capture_output=True, cwd=Path(__file__).parent)
     if done.returncode:
         last = (done.stderr.strip().splitlines() or ["nothing said: out of memory?"])[-1].removeprefix("error: ")
@@ -96,10 +106,70 @@ def alone(args, task):
     return {f"{task}.{name}": value for name, value in (figures | {"runs": runs}).items()}
 
 
+# In full size
+
+SHORT = {"episodes": 4, "group": 2, "turns": 1, "new_tokens": 8}  # defaults of rehearse and resume
+
+
+@contextlib.contextmanager
+def full_size(args):
+    """The folder of the model: given, or made of random weights for as long as this is open, or in --folder to stay."""
+    if args.model == "tiny" or os.path.isdir(args.model):
+        yield str(Path(__file__).parent / "tiny-keydoor") if args.model == "tiny" else args.model
+        return
+    with contextlib.nullcontext(args.folder) if args.folder else tempfile.TemporaryDirectory() as folder:
+        os.makedirs(folder, exist_ok=True)
+        say(f"writing {args.model} with random weights to {folder}")
+        measured(args, "make", folder=folder)
+        yield folder
+
+
+def words_for_grpo(args, folder):
+    """The options of grpo.py. What a preset says is left to it, but for what is asked for here."""
+    given = {"--max-new-tokens": args.new_tokens, "--group": args.group, "--max-turns": args.turns, "--bits": args.bits,
+             "--preset": args.preset, "--max-context": args.context, "--micro-batch-tokens": args.given_tokens,
+             "--num-envs": args.given_episodes or ("" if args.preset else args.episodes)}
+    return ["--model", folder, "--env", "tools.bench_rehearse:Varied", "--tasks-per-step", str(args.episodes // args.group),
+            *["--gradient-checkpointing"] * args.checkpointing,
+            *[word for name, value in given.items() if value for word in (name, str(value))]]
+
+
+def rehearse(args, folder):
+    figures = measured(args, "rehearse", tuned=False, argv=words_for_grpo(args, folder), name=args.model,
+                       filled=bool(args.preset or args.context))
+    return {f"rehearse.{name}": value for name, value in figures.items()}
+
+
+def resume(args, folder):
+    """{resume.name: figure}. Killed as the evaluation of step 2 begins: its row is logged, its checkpoint is not there yet."""
+    with tempfile.TemporaryDirectory() as runs:
+        run, seconds, came_out = Path(runs) / "run", [], []
+        for more, killed_at in (["--eval-every", "2"], 2 * args.episodes + 2), (["--eval-every", "0", "--resume"], 0):
+            start = time.perf_counter()
+            done = subprocess.run(
+                [sys.executable, "grpo.py", *words_for_grpo(args, folder), "--out", str(run), "--steps", "2", "--save-every", "1",
+                 "--eval-episodes", "1", *more], cwd=Path(__file__).parent, text=True, capture_output=True, check=False,
+                env=os.environ | {"OMP_NUM_THREADS": str(args.threads), "KILLED_AT_RESET": str(killed_at)})
+            if done.returncode != (-signal.SIGKILL if killed_at else 0):
+                last = (done.stderr.strip().splitlines() or ["nothing said"])[-1].removeprefix("error: ")
+                raise BadInput(f"resume: grpo.py ended with {done.returncode}: {last}")
+            seconds.append(time.perf_counter() - start)
+            came_out.append([{name: value for name, value in row.items() if not re.search("second|memory", name)}
+                             for row in read(run / "metrics.jsonl")])
+            saved = saved if came_out[1:] else json.loads((run / "checkpoint" / "step.json").read_text())["step"]
+        before, after = came_out
+        if saved != 1 or len(before) != 2 or before != after:
+            raise RuntimeError(f"killed with the checkpoint of step {saved} and these rows: {before}; after resuming: {after}")
+        size = sum(path.stat().st_size for path in (run / "checkpoint").rglob("*") if path.is_file())
+    return {"resume.saved_step": saved, "resume.rows": before, "resume.rows_again": after, "resume.checkpoint_bytes": size,
+            "resume.killed_seconds": seconds[0], "resume.resumed_seconds": seconds[1]}
+
+
 def parse(argv):
     parser = Parser(allow_abbrev=False, description="Speed and memory, beside TRL's and beside the machine's limits.")
-    parser.add_argument("what", choices=("learner", "rollout", "step", "growth", "limit", "all"))
-    parser.add_argument("--model", default="tiny", help="tiny (random Qwen3, real vocabulary, fp32) or a folder (bf16)")
+    parser.add_argument("what", choices=("learner", "rollout", "step", "growth", "limit", "all", "rehearse", "resume"))
+    parser.add_argument("--model", default="tiny", help="tiny (random Qwen3, real vocabulary, fp32) or a folder (bf16); rehearse and "
+                        f"resume: also {', '.join([*KNOWN, *SAME_SHAPE])}, with random weights, and tiny is tiny-keydoor/")
     parser.add_argument("--pairs", type=int, default=5, help="pairs of measurements; growth and limit: measurements")
     parser.add_argument("--no-stock", dest="stock", action="store_false", help="leave out the pair without TUNED")
     parser.add_argument("--json", default="", help="write the figures to this new file")
@@ -115,19 +185,28 @@ def parse(argv):
     parser.add_argument("--checkpointing", action="store_true", help="recompute activations, on both sides")
     parser.add_argument("--episodes", type=int, default=0, help="rollout: episodes at a time (tiny: 32, else 8)")
     parser.add_argument("--group", type=int, default=0, help="episodes of a group (tiny: 8, else 4)")
-    parser.add_argument("--turns", type=int, default=10)
-    parser.add_argument("--new-tokens", type=int, default=16, help="sampled tokens of a turn")
+    parser.add_argument("--turns", type=int, default=0, help="(10; rehearse and resume: 1)")
+    parser.add_argument("--new-tokens", type=int, default=0, help="sampled tokens of a turn (16; rehearse and resume: 8)")
     parser.add_argument("--prompt-tokens", type=int, default=173, help="of the first prompt")
     parser.add_argument("--observation-tokens", type=int, default=28, help="between two actions, the template's included")
     parser.add_argument("--growth-episodes", type=int, default=0, help="(tiny: 8, else 2)")
     parser.add_argument("--growth-turns", type=int, default=40)
+    for flag, kind, default, help_text in (
+            ("--bits", int, 0, "of the weights: 4, 16 (default; tiny: 32)"), ("--preset", str, "", "24gb, 48gb or 80gb: as in "
+            "grpo.py; a GPU's allocator is held to that size"), ("--context", int, 0, "episodes are filled up to so many tokens"),
+            ("--folder", str, "", "the random model is written there and stays (default: it is deleted)")):
+        parser.add_argument(flag, type=kind, default=default, help=f"rehearse and resume: {help_text}")
     args = parser.parse_args(argv)
-    tiny = args.model == "tiny"
+    tiny, large = args.model == "tiny", args.what in ("rehearse", "resume")
+    args.given_tokens, args.given_episodes = args.micro_batch_tokens, args.episodes
+    args.bits = args.bits or (32 if tiny else 16)
+    for name, value in SHORT.items() if large else {"turns": 10, "new_tokens": 16}.items():
+        setattr(args, name, getattr(args, name) or value)
     for name, (small, real) in REAL.items():
         setattr(args, name, getattr(args, name) or (small if tiny else real))
     args.peer_rows = args.peer_rows or args.rows
     args.micro_batch_tokens = args.micro_batch_tokens or min(8192, args.rows * args.tokens)
-    for name, least in {"pairs": 1, "threads": 1, "rows": 2, "tokens": 20, "group": 2, "turns": 2, "new_tokens": 2,
+    for name, least in {"pairs": 1, "threads": 1, "rows": 2, "tokens": 20, "group": 2, "turns": 2 - large, "new_tokens": 2,
                         "growth_turns": 4, "micro_batch_tokens": 1, "growth_episodes": 1}.items():
         if getattr(args, name) < least:
             parser.error(f"--{name.replace('_', '-')} must be at least {least}, got {getattr(args, name)}")
@@ -137,28 +216,43 @@ def parse(argv):
         parser.error(f"--episodes {args.episodes} and --rows {args.rows} must be whole groups of {args.group}: change --group")
     if args.rows % args.peer_rows or args.episodes % min(args.peer_rows, args.episodes):
         parser.error(f"--rows {args.rows} and --episodes {args.episodes} must be multiples of --peer-rows {args.peer_rows}")
-    if not tiny and not os.path.exists(os.path.join(args.model, "config.json")):
-        raise BadInput(f"the folder {args.model} holds no model (no config.json): pass a folder, or tiny")
+    named = large and args.model in [*KNOWN, *SAME_SHAPE]
+    if not tiny and not named and not os.path.exists(os.path.join(args.model, "config.json")):
+        known = f", or one of {', '.join([*KNOWN, *SAME_SHAPE])}" if large else ""
+        raise BadInput(f"the folder {args.model} holds no model (no config.json): pass a folder, or tiny{known}")
+    if named and args.folder and os.path.isdir(args.folder) and os.listdir(args.folder):
+        raise BadInput(f"the folder {args.folder} is not empty: choose another --folder, or pass it as --model if a model is in it")
+    if args.preset not in ("", *PRESETS):
+        parser.error(f"--preset must be one of {', '.join(PRESETS)}, got {args.preset!r}")
+    if args.bits not in (4, 16, 32) or args.context < 0:
+        parser.error(f"--bits must be 4, 16 or 32 and --context 0 or above, got {args.bits} and {args.context}")
     if args.json and (os.path.exists(args.json) or not os.path.isdir(os.path.dirname(args.json) or ".")):
         raise BadInput(f"{args.json} exists or its folder does not: choose another --json")
-    args.model = args.model if tiny else os.path.abspath(args.model)
+    args.model = args.model if tiny or named else os.path.abspath(args.model)
+    args.folder = args.folder and os.path.abspath(args.folder)
     return args
 
 
 def main(argv=None):
     args = parse(argv)
-    if args.what not in ("growth", "limit"):
+    if args.what not in ("growth", "limit", "rehearse", "resume"):
         try:
             found = metadata.version("trl")
         except metadata.PackageNotFoundError:
             found = "none"
         if not found.startswith(f"{PEER}."):
             raise BadInput(f"{args.what} needs TRL {PEER}, found {found}: pip install -r bench-requirements.txt "
-                           "(growth and limit do without)")
+                           "(growth, limit, rehearse and resume do without)")
     versions = {name: metadata.version(name) for name in ("torch", "transformers", "peft")}
-    figures = {"settings": vars(args), "versions": versions}
+    figures = {"settings": vars(args), "versions": versions, "commit": commit()}
+    if args.what in ("rehearse", "resume"):
+        with full_size(args) as folder:
+            figures |= {"rehearse": rehearse, "resume": resume}[args.what](args, folder)
     for what in ("learner", "rollout", "step", "growth", "limit") if args.what == "all" else (args.what,):
-        figures |= alone(args, what) if what in ("growth", "limit") else compare(args, what)
+        if what in ("growth", "limit"):
+            figures |= alone(args, what)
+        elif what not in ("rehearse", "resume"):
+            figures |= compare(args, what)
         if args.json:
             with open(args.json, "w") as file:
                 json.dump(figures, file, indent=1)

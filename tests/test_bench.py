@@ -2,17 +2,20 @@
 import importlib.metadata
 import importlib.util
 import json
+import subprocess
 import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import tiny_qwen3
+from conftest import ROOT, metrics, tiny_qwen3
+from transformers import AutoModelForCausalLM, Qwen3_5TextConfig, Qwen3Config
 
 import bench
+import grpo
 from envs import BadInput
 from rl.model import add_lora
-from tools import bench_ours, bench_side
+from tools import bench_ours, bench_rehearse, bench_side
 
 SMALL = ["--rows", "2", "--group", "2", "--episodes", "2", "--tokens", "40", "--prompt-tokens", "20", "--new-tokens", "3",
          "--observation-tokens", "12", "--pairs", "1", "--growth-turns", "5", "--growth-episodes", "1"]
@@ -179,3 +182,125 @@ def test_bad_input_is_one_line(options, line):
     with pytest.raises(BadInput, match=line) as error:
         bench.main(["limit", *options])
     assert "\n" not in str(error.value)
+
+
+# In full size
+
+SHAPE = {"vocab_size": 300, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 4,
+         "num_key_value_heads": 2, "head_dim": 16}
+RECURRENT = {"linear_num_key_heads": 2, "linear_num_value_heads": 2, "linear_key_head_dim": 16, "linear_value_head_dim": 16}
+
+
+@pytest.mark.parametrize("config", [Qwen3Config(**SHAPE, tie_word_embeddings=True), Qwen3Config(**SHAPE, tie_word_embeddings=False),
+                                    Qwen3_5TextConfig(**SHAPE, **RECURRENT, tie_word_embeddings=True)])
+def test_a_random_model_is_written_in_pieces(config, words, tmp_path, monkeypatch):
+    monkeypatch.setattr(bench_rehearse, "config_of", lambda name: config)
+    monkeypatch.setattr(bench_rehearse, "tokenizer_of", lambda *_: words)
+    monkeypatch.setattr(bench_rehearse, "SHARD", 50_000)
+    bench_rehearse.make(SimpleNamespace(model="any", folder=str(tmp_path)))
+    model, found = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16, output_loading_info=True)
+    assert not any(found.values()) and len(list(tmp_path.glob("*.safetensors"))) > 2
+    torch.manual_seed(0)
+    made = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    assert type(model) is type(made) and SHAPE.items() <= model.config.to_dict().items()
+    for (name, p), (other, q) in zip(model.named_parameters(), made.named_parameters(), strict=True):
+        assert name == other and (p == q).all() if "norm" in name else p.isfinite().all(), name
+        if p.numel() >= 500:
+            assert p.float().mean().item() == pytest.approx(q.float().mean().item(), abs=0.01), name
+            assert p.float().std().item() == pytest.approx(q.float().std().item(), rel=0.2), name
+
+
+def rehearsal(*options):
+    args = bench.parse(["rehearse", "--model", "tiny", *options])
+    return args, bench.words_for_grpo(args, str(ROOT / "tiny-keydoor"))
+
+
+@pytest.mark.parametrize("options", [[], ["--checkpointing", "--episodes", "6", "--turns", "2"]])
+def test_what_is_rehearsed_is_the_step_of_grpo(options, tmp_path, monkeypatch):
+    monkeypatch.setattr(bench_ours, "SQUARE", 32)
+    monkeypatch.setattr(bench_ours, "COPY_BYTES", 4096)
+    args, argv = rehearsal(*options)
+    figures = bench_rehearse.rehearse(SimpleNamespace(argv=argv, name="tiny", filled=False))
+    grpo.main([*argv, "--steps", "1", "--eval-every", "0", "--eval-episodes", "1", "--out", str(tmp_path / "run")])
+    [row] = metrics(tmp_path / "run")
+    same = ["learn_tokens", "sampler_gap", "sampler_gap_max", "grad_norm", "entropy"]
+    assert {name: figures[name] for name in same} == {name: row[name] for name in same} and row["grad_norm"] > 0
+    assert len(figures["row_tokens"]) == args.episodes and figures["decode.steps"] <= args.turns * 8
+    for whole, *parts in (("rollout", "prefill", "decode"), ("learn", "learn")):
+        assert 0 < sum(figures[f"{part}.seconds"] for part in parts) <= figures[f"{whole}.seconds"]
+    assert figures["optimizer.seconds"] > 0 and figures["learn_with_recompute.share"] >= figures["learn.share"] > 0
+    assert figures["learn.peak_bytes"] >= figures["process_bytes"] > 0 and figures["plan.learn_bytes"] > 0
+
+
+def test_episodes_are_filled_up_to_the_context():
+    args, argv = rehearsal("--context", "300", "--preset", "24gb", "--episodes", "8", "--micro-batch-tokens", "600")
+    figures = bench_rehearse.rehearse(SimpleNamespace(argv=argv, name="tiny", filled=True))
+    assert len(figures["row_tokens"]) == 8 and 300 - 32 < max(figures["row_tokens"]) <= 300
+    assert figures["micro_batch_tokens"] == 600
+
+
+def test_a_killed_run_is_resumed_to_the_same_step(tmp_path):
+    file = tmp_path / "resume.json"
+    bench.main(["resume", "--model", "tiny", "--json", str(file)])
+    figures = json.loads(file.read_text())
+    assert figures["resume.saved_step"] == 1 and len(figures["resume.rows"]) == 2
+    assert figures["resume.rows"] == figures["resume.rows_again"] and figures["resume.rows"][1]["grad_norm"] > 0
+
+
+@pytest.mark.parametrize("after", [{"step": 2, "loss": 0.2}, None])
+def test_a_resumed_run_that_differs_is_told(after, monkeypatch):
+    rows = iter([[{"step": 1}, {"step": 2, "loss": 0.1}], [{"step": 1}, *[after] * bool(after)]])
+
+    def ran(command, **_):
+        run = bench.Path(command[command.index("--out") + 1])
+        (run / "checkpoint").mkdir(parents=True, exist_ok=True)
+        (run / "checkpoint" / "step.json").write_text('{"step": 1}')
+        return SimpleNamespace(returncode=0 if "--resume" in command else -9, stderr="")
+
+    monkeypatch.setattr(bench.subprocess, "run", ran)
+    monkeypatch.setattr(bench, "read", lambda path: next(rows))
+    monkeypatch.setattr(bench, "commit", str)
+    with pytest.raises(RuntimeError, match="after resuming"):
+        bench.main(["resume", "--model", "tiny"])
+
+
+def test_the_script_for_a_gpu_runs_dry(tmp_path):
+    def run(*argv):
+        return subprocess.run(["bash", str(ROOT / "bench_gpu.sh"), *argv], cwd=tmp_path, capture_output=True, text=True, check=False)
+
+    done = run("out", "--dry-run")
+    parts = json.loads((tmp_path / "out" / "gpu.json").read_text())
+    assert set(parts) == {"step", "preset-24", "limit", "trl"}, done.stdout
+    if not importlib.util.find_spec("trl"):
+        assert "needs TRL" in parts.pop("trl")["not_measured"] and done.returncode == 1
+    else:
+        assert done.returncode == 0
+    assert not any("not_measured" in part for part in parts.values()), done.stdout
+    assert max(parts["preset-24"]["rehearse.row_tokens"]) <= 80 and parts["step"]["rehearse.grad_norm"] > 0
+    for again in (run("out", "--dry-run"), run()):
+        assert again.returncode == 2 and again.stderr == "error: pass a new folder: bash bench_gpu.sh OUT\n"
+
+
+@pytest.mark.parametrize(("options", "line"), [
+    (["--model", "Qwen/Qwen9-4B"], "or one of Qwen/Qwen3-4B"), (["--model", "Qwen/Qwen3-4B", "--folder", str(ROOT)], "is not empty"),
+    (["--preset", "12gb"], "24gb, 48gb, 80gb"), (["--bits", "8"], "--bits must be"), (["--context", "-1"], "--context"),
+    (["--turns", "-1"], "--turns must be at least 1"), (["--episodes", "3"], "whole groups of 2")])
+def test_bad_input_of_a_rehearsal_is_one_line(options, line):
+    for what in ("rehearse", "resume"):
+        with pytest.raises(BadInput, match=line) as error:
+            bench.main([what, *options])
+        assert "\n" not in str(error.value)
+
+
+def test_what_a_rehearsal_lacks_is_one_line(tmp_path, monkeypatch):
+    monkeypatch.setenv("SCAFFOLD_FUNNEL_DATA", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(BadInput, match="no tokenizer of Qwen/Qwen3-4B"):
+        bench_rehearse.make(SimpleNamespace(model="Qwen/Qwen3-4B", folder=str(tmp_path)))
+    monkeypatch.setattr(bench_rehearse.shutil, "disk_usage", lambda folder: SimpleNamespace(free=10 ** 9))
+    with pytest.raises(BadInput, match="takes 8.0 GB of disk"):
+        bench_rehearse.make(SimpleNamespace(model="Qwen/Qwen3-4B", folder=str(tmp_path)))
+    monkeypatch.setattr(bench_rehearse, "weight_bytes", lambda model, bits: (10 ** 15, 0))
+    _, argv = rehearsal()
+    with pytest.raises(BadInput, match="takes at least 1100000.0 GB"):
+        bench_rehearse.rehearse(SimpleNamespace(argv=argv, name="tiny", filled=False))

@@ -219,20 +219,25 @@ def learner_flops(model, rows, tokens, sampled):
     return 2 * all_tokens * (2 * (weights + adapter) + adapter - unneeded) + 3 * attention + 2 * head, head
 
 
-def limit(how, model, tokenizer):
-    """Shares of the measured matrix-product rate and copy bandwidth that the learner and decoding reach."""
-    dtype, device = model.dtype, model.device
+def rates(dtype, device, clock=clock):
+    """What the machine does: matrix products of `dtype` and memory copies, as `clock` tells the seconds of a work."""
     a, b = torch.randn(2, SQUARE, SQUARE, device=device).to(dtype)
     rate = 2 * SQUARE ** 3 / min(clock(lambda: a @ b) for _ in range(6))
     source, target = torch.ones(2, COPY_BYTES, dtype=torch.uint8, device=device)
-    bandwidth = 2 * COPY_BYTES / min(clock(lambda: target.copy_(source)) for _ in range(6))
+    return {"product_flops_per_second": rate,
+            "copy_bytes_per_second": 2 * COPY_BYTES / min(clock(lambda: target.copy_(source)) for _ in range(6))}
+
+
+def limit(how, model, tokenizer):
+    """Shares of the measured matrix-product rate and copy bandwidth that the learner and decoding reach."""
+    dtype, figures = model.dtype, rates(model.dtype, model.device)
+    rate, bandwidth = figures["product_flops_per_second"], figures["copy_bytes_per_second"]
     work = learner_work(how, model, tokenizer)
     work()
     seconds = clock(work)
     needed, again = learner_flops(model, how.rows, how.tokens, sum(t.length for t in make_rows(how, model)))
-    figures = {"product_flops_per_second": rate, "copy_bytes_per_second": bandwidth, "learner_seconds": seconds,
-               "learner_flops_share": needed / seconds / rate,
-               "learner_flops_share_with_recompute": (needed + again) / seconds / rate}
+    figures |= {"learner_seconds": seconds, "learner_flops_share": needed / seconds / rate,
+                "learner_flops_share_with_recompute": (needed + again) / seconds / rate}
 
     base = model.get_base_model()
     parts = [m.weight for m in model.modules() if isinstance(m, torch.nn.Linear)]  # the head too, tied or not
