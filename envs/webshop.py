@@ -132,7 +132,7 @@ class WebShop(Env):
                 yield "< prev", ("results", self._number - 1)
         elif self._page == "item":
             for name, values in self._products[self._asin]["options"].items():
-                yield from ((value, ("option", name, value)) for value in values)
+                yield from ((value, ("option", name, value)) for value in values if bare(value))
             yield "< prev", ("results", self._results_page)
             yield from ((name.lower(), ("sub", name)) for name in SUB_PAGES)
             yield "buy now", ("buy",)
@@ -215,7 +215,7 @@ class WebShop(Env):
             return "click[< prev]"
         if self._asin == asin:
             left = [" ".join(value.split()) for name, value in self._gold if self._chosen.get(name) != value
-                    and self._clickable[bare(value)][1] == ("option", name, value)]
+                    and self._clickable.get(bare(value), ("", ()))[1] == ("option", name, value)]
             return f"click[{left[0]}]" if left else "click[buy now]"
         if self._page == "results" and asin in self._shown():
             return f"click[{asin.lower()}]"

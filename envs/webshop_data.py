@@ -37,11 +37,12 @@ def read_json(path: Path):
     """Raises BadInput where a file is not there, is a pointer of Git LFS, or is cut off."""
     try:
         content = path.read_bytes()
-        if content.startswith(b"version https://git-lfs"):
-            raise BadInput(f"webshop: {path} is a Git LFS pointer, not the file: git lfs pull, or {SETUP}")
-        return json.loads(lzma.decompress(content) if path.suffix == ".xz" else content)
     except OSError as error:
         raise BadInput(f"webshop: {path} cannot be read: {error.strerror}; {SETUP}") from error
+    if content.startswith(b"version https://git-lfs"):
+        raise BadInput(f"webshop: {path} is a Git LFS pointer, not the file: git lfs pull, or {SETUP}")
+    try:
+        return json.loads(lzma.decompress(content) if path.suffix == ".xz" else content)
     except (ValueError, RecursionError, lzma.LZMAError) as error:
         raise BadInput(f"webshop: {path} is damaged or cut off ({str(error)[:80]}): get it again; {SETUP}") from error
 
@@ -253,7 +254,5 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except BadInput as error:
-        sys.exit(f"error: {error}")
+    from rl.runs import cli
+    cli(main)
