@@ -1,7 +1,7 @@
 """WebShop: find, configure and buy the product that an instruction asks for, on the benchmark's real products.
 
 Benchmark: Yao et al., "WebShop", arXiv 2207.01206, and its released text environment (`web_agent_text_env.py`, observation_mode
-"text"). The Experience Funnel (arXiv 2609.08919) is tried on it, as SkillRL and verl-agent run it: 15 turns, made-up instructions.
+"text"). The Experience Funnel (arXiv 2609.08919) is tried on it. 15 turns, as published agents have.
 
     pip install -r envs/webshop-requirements.txt
     git clone https://github.com/princeton-nlp/WebShop && cd WebShop && ./setup.sh -d small     # downloads into data/
