@@ -1,6 +1,6 @@
 """WebShop: find, configure and buy the product that an instruction asks for, on the benchmark's real products.
 
-Benchmark: Yao et al., "WebShop", arXiv 2207.01206, and its released text environment (`web_agent_text_env.py`, observation_mode
+Benchmark: Yao et al., "WebShop", arXiv 2207.01206, and its released text environment (web_agent_text_env.py, observation_mode
 "text"). The Experience Funnel (arXiv 2609.08919) is tried on it. 15 turns, as published agents have.
 
     pip install -r envs/webshop-requirements.txt
