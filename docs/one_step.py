@@ -16,8 +16,8 @@ import torch
 from envs import make_env
 from grpo import Options, algorithm
 from rl.chat import Chat
-from rl.learner import UpdateOptions, add_gradient, row_logps, score, update
-from rl.model import add_lora, load_model, make_optimizer
+from rl.learner import UpdateOptions, add_gradient, make_optimizer, row_logps, score, update
+from rl.model import add_lora, load_model
 from rl.rollout import Request, messages_of, rollout
 from rl.sampling import sampler
 from rl.tiny import tiny

@@ -27,7 +27,7 @@ from funnel.state import apply_edits, edit_budget, entries, read_state
 from funnel.teacher import add_likely_tokens, check_tokenizer, consult, distillation_gradient, load_items, save_items, weigh
 from rl.evaluation import fixed_tasks, success_table
 from rl.logs import read, record
-from rl.model import make_optimizer
+from rl.learner import make_optimizer
 from rl.runs import run_folder, write_config
 from rl.tokens import log_tokens
 from rl.train import Algorithm, Step

@@ -217,6 +217,17 @@ def score(model, items, algorithm, how, of_batch, sums=None) -> MicroBatch:
 
 # The update
 
+def make_optimizer(model, lr: float, name: str = "adamw"):
+    """AdamW over the trainable parameters, without weight decay; "paged_adamw_8bit" keeps its state in 8 bits."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    if name == "adamw":
+        return torch.optim.AdamW(parameters, lr=lr, weight_decay=0.0)
+    if name == "paged_adamw_8bit":
+        from bitsandbytes.optim import PagedAdamW8bit
+        return PagedAdamW8bit(parameters, lr=lr, weight_decay=0.0)
+    raise ValueError(f"optimizer must be adamw or paged_adamw_8bit, got {name!r}")
+
+
 def update(model, optimizer, batch, advantages_N, algorithm, how, more=None):
     """`how.minibatches` optimizer steps on a batch of N trajectories; returns the metrics. algorithm: see rl/train.py.
 

@@ -175,17 +175,6 @@ def adapter_base(folder: str) -> str | None:
         return json.load(file)["base_model_name_or_path"]
 
 
-def make_optimizer(model, lr: float, name: str = "adamw"):
-    """AdamW over the trainable parameters, without weight decay; "paged_adamw_8bit" keeps its state in 8 bits."""
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    if name == "adamw":
-        return torch.optim.AdamW(parameters, lr=lr, weight_decay=0.0)
-    if name == "paged_adamw_8bit":
-        from bitsandbytes.optim import PagedAdamW8bit
-        return PagedAdamW8bit(parameters, lr=lr, weight_decay=0.0)
-    raise ValueError(f"optimizer must be adamw or paged_adamw_8bit, got {name!r}")
-
-
 def freeze_reference(model):
     """Keep a frozen copy of the adapter as it is now: the reference when training does not start from the base model."""
     from peft import get_peft_model_state_dict, set_peft_model_state_dict

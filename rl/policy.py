@@ -13,7 +13,8 @@ from safetensors import SafetensorError
 
 from envs import BadInput, env_class, toolcalls
 from rl.chat import Chat
-from rl.model import add_lora, adapter_base, freeze_reference, load_adapter, load_model, load_reference, make_optimizer
+from rl.learner import make_optimizer
+from rl.model import add_lora, adapter_base, freeze_reference, load_adapter, load_model, load_reference
 from rl.runs import write_config
 from rl.thinking import Budget
 from rl.tiny import tiny

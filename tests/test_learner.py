@@ -12,8 +12,8 @@ import gspo
 from envs import BadInput
 from rl import learner
 from rl.chat import Chat
-from rl.learner import ScoreTokens, UpdateOptions, in_micro_batches, pad, token_logps, update
-from rl.model import add_lora, freeze_reference, load_model, make_optimizer
+from rl.learner import ScoreTokens, UpdateOptions, in_micro_batches, make_optimizer, pad, token_logps, update
+from rl.model import add_lora, freeze_reference, load_model
 from rl.rollout import Request, Row, rollout
 from rl.sampling import sampler
 from rl.train import Algorithm

@@ -8,7 +8,7 @@ from conftest import scores, shake, tiny_qwen3, watched
 
 from rl import sampling
 from rl.chat import Chat
-from rl.model import make_optimizer
+from rl.learner import make_optimizer
 from rl.model import adapter_base, add_lora, freeze_reference, load_adapter, load_model, reference
 from rl.sampling import sampler
 

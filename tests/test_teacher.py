@@ -10,7 +10,7 @@ from envs import BadInput
 from funnel import teacher
 from funnel.state import StateEnv, situation, with_state
 from rl.chat import Chat
-from rl.model import make_optimizer
+from rl.learner import make_optimizer
 from rl.model import add_lora, load_model
 from rl.rollout import Request, Trajectory, Turn, rollout
 from rl.sampling import sampler

@@ -27,8 +27,8 @@ from transformers import DynamicCache, Qwen3Config, Qwen3ForCausalLM
 from envs import BadInput, Env
 from grpo import Options, algorithm, group_advantages
 from rl.chat import Chat
-from rl.learner import UpdateOptions, update
-from rl.model import default_device, load_model, make_optimizer
+from rl.learner import UpdateOptions, make_optimizer, update
+from rl.model import default_device, load_model
 from rl.rollout import Request, Row, Trajectory, rollout
 from rl.sampling import sampler
 from rl.tiny import word_tokenizer

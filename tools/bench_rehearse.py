@@ -34,8 +34,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from envs import BadInput, parse_options, select_tasks
 from envs.keydoor import KeyDoor
 from grpo import Options, algorithm
+from rl.learner import make_optimizer
 from rl.memory import builder, causal_of, deep, learn, roll, weight_bytes
-from rl.model import add_lora, default_device, load_model, make_optimizer
+from rl.model import add_lora, default_device, load_model
 from rl.options import limits_of, parse
 from rl.policy import tried_chat
 from rl.presets import CONTEXT, GIB, config_of

@@ -14,7 +14,7 @@ import tempfile
 import torch
 from peft import LoraConfig, get_peft_model
 
-from rl.model import make_optimizer
+from rl.learner import make_optimizer
 from tools.bench_ours import make_rows, signs, text_of
 
 
