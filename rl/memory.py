@@ -28,7 +28,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from rl.learner import add_gradient, token_logps
 from rl.model import add_lora
-from rl.sampling import merge, unnormalised
+from rl.sampling import merge
 
 
 class Live(TorchDispatchMode):
@@ -162,7 +162,7 @@ def roll(model, rows, length):
         ids = torch.zeros(rows, new, dtype=torch.long, device="meta")
         scores_NV = causal(input_ids=ids, attention_mask=mask, use_cache=True, cache=cache, logits_to_keep=1,
                            position_ids=torch.zeros_like(ids)).logits[:, -1]
-        p_NV = unnormalised(scores_NV, 1.0)
+        p_NV = scores_NV.float().sub(scores_NV.amax(1, keepdim=True)).div_(1.0).exp_()  # as the sampler does
         torch.nn.functional.pad(p_NV, (0, -p_NV.shape[1] % 1024))  # of `draw_tokens`, all but what depends on contents
 
     training = model.training

@@ -47,7 +47,7 @@ def sampler(model, chat, *, temperature: float = 1.0, max_new_tokens: int = 32, 
 
         def draw(_, scores_NV):
             """Makes the token that is drawn the likeliest one."""
-            p_NV = unnormalised(scores_NV, temperature)
+            p_NV = scores_NV.float().sub(scores_NV.amax(1, keepdim=True)).div_(temperature).exp_()  # times a number for each row
             drawn_N1, norm_N1 = draw_tokens(p_NV)[:, None], p_NV.sum(1, keepdim=True)
             logps.append(p_NV.gather(1, drawn_N1).div_(norm_N1))
             # A few rows at a time, in a small buffer: on a CPU this takes half the time of bmm
@@ -62,7 +62,8 @@ def sampler(model, chat, *, temperature: float = 1.0, max_new_tokens: int = 32, 
             lambda head, args: (args[0].clone(memory_format=torch.contiguous_format),))
         own = [(layer, layer.base_layer.weight) for layer, _ in merged]
         try:
-            put(merged, ["default"])
+            for layer, weight in merged:  # merged_adapters is PEFT's sign that there is nothing to add
+                layer.base_layer.weight, layer.merged_adapters = weight, layer.active_adapters
             # What the model reads: the prompts, padded on the left, or what is new in them behind a kept cache
             if keep_cache:
                 ids_NT, mask_NT, cache = begin(causal, past, prompts, chat.pad_id)
@@ -72,7 +73,8 @@ def sampler(model, chat, *, temperature: float = 1.0, max_new_tokens: int = 32, 
             out_NT = model.generate(input_ids=ids_NT, attention_mask=mask_NT, generation_config=config, cache=cache,
                                     logits_processor=LogitsProcessorList(force + ([draw] if temperature else [])))
         finally:
-            put(own, [])
+            for layer, weight in own:  # put back as it was, not computed back
+                layer.base_layer.weight, layer.merged_adapters = weight, []
             hook.remove()
             model.train(training)
         sampled = out_NT[:, ids_NT.shape[1]:].tolist()
@@ -116,17 +118,6 @@ def merge(model, most=2 ** 30):
             weight = (bits + draws[:len(bits)]).bitwise_and_(-2 ** 16).view(torch.float32).view_as(weight)
         merged.append((layer, torch.nn.Parameter(weight.to(layer.weight.dtype), requires_grad=False)))
     return merged
-
-
-def put(weights, merged_adapters):
-    """Give each LoRA layer this weight of its base layer. Its own is put back as it was, not computed back."""
-    for layer, weight in weights:
-        layer.base_layer.weight, layer.merged_adapters = weight, merged_adapters  # PEFT's sign that there is nothing to add
-
-
-def unnormalised(scores_NV, temperature):
-    """[N, V] scores -> probabilities in fp32, each row times a number of its own."""
-    return scores_NV.float().sub(scores_NV.amax(1, keepdim=True)).div_(temperature).exp_()
 
 
 def draw_tokens(p_NV, block=1024):

@@ -23,10 +23,11 @@ def test_a_run_stores_its_tokens_and_is_the_same_run(tmp_path):
     assert [line["step"] for line in lines] == [1] * 4 + [2] * 4
     for line in lines:
         assert {key: line[key] for key in line if key not in ("rows", "advantage")} in read(tokens / "rollouts.jsonl")
-        for row in line["rows"]:
+        said = []
+        for row in line["rows"]:  # with a hint in every turn, each is a row of its own
             assert len(row["tokens"]) == len(row["mask"]) and len(row["log_ratio"]) == sum(row["mask"]) > 0
-            said = [word for word, own in zip(row["tokens"], row["mask"]) if own and "<|" not in word]
-            assert said == " ".join(turn["action"] for turn in line["turns"]).split()
+            said += [word for word, own in zip(row["tokens"], row["mask"]) if own and "<|" not in word]
+        assert said == " ".join(turn["action"] for turn in line["turns"]).split()
     assert any(line["advantage"] for line in lines) and any(any(row["log_ratio"]) for line in lines for row in line["rows"])
     data = made(tmp_path, tokens).data
     assert sum(bool(e[10]) for e in data["episodes"]) == 8 and len(data["episodes"]) == 24

@@ -110,7 +110,7 @@ def driven(chat, scripts, tokens, most=16):
             ids[n].append(i)
             if budget.own[-1][n]:
                 wanted[n] = wanted[n][1:]
-    actions = [type("Made", (list,), {})(row[1:]) for row in ids]
+    actions = [type("Made", (list,), {"entropies": None})(row[1:]) for row in ids]
     budget.mark(actions)
     return [(list(action), action.mask) for action in actions]
 
