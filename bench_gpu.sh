@@ -29,12 +29,12 @@ part() {  # NAME SECONDS, options of bench.py
     timeout "$2" python bench.py "${@:3}" --json "$out/$1.json" 2>&1 | tee "$out/$1.log" || echo "$1: not measured"
 }
 set -o pipefail
-part step 150 rehearse --model $new --checkpointing --folder "$model"
+part step 140 rehearse --model $new --checkpointing --folder "$model"
 for gib in $cards; do
-    part preset-$gib $((gib + 30)) rehearse --model "$model" --preset ${gib}gb $preset
+    part preset-$gib $((gib + 36)) rehearse --model "$model" --preset ${gib}gb $preset
 done
 part limit 60 limit --model "$model" --pairs 1 $small
-part trl 130 step --model "$model" --pairs 1 --no-stock $small
+part trl 120 step --model "$model" --pairs 1 --no-stock $small
 
 python - "$out" <<'EOF'
 import json, pathlib, sys
