@@ -28,6 +28,8 @@ NEEDED = {"title": str, "description": str, "features": list, "price": str, "pri
 # Lucene's English stop words
 STOP = """a an and are as at be but by for if in into is it no not of on or such that the their then there these they this to was
 will with""".split()
+# As Lucene cuts (Unicode's word breaks): letters and digits, with . ' : between two letters, and . , ; ' between two digits
+WORD = re.compile(r"\w+(?:(?:(?<=[^\W\d_])[:.'’](?=[^\W\d_])|(?<=\d)[.,;'’](?=\d))\w+)*")
 HITS = 50
 
 
@@ -184,6 +186,14 @@ def goals_of(products: dict, kind: str, prices: dict, seed: int) -> dict[str, di
 
 # Search
 
+def words_of(text: str, stem) -> list[str]:
+    """The terms of a text as Lucene's English analyzer cuts and stems them; stem: PyStemmer's of Porter, which Lucene's leaves in two
+    endings and for words of two letters."""
+    words = [re.sub(r"['’]s$", "", word) for word in WORD.findall(text.lower())]
+    words = [word for word in words if word not in STOP]
+    return [word if len(word) < 3 else re.sub("bli$", "bl", re.sub("logi$", "log", root)) for word, root in zip(words, stem(words))]
+
+
 def search_over(products: dict):
     """search(query) -> the asins of the 50 best products, best first: BM25 as Lucene has it, k1 0.9, b 0.4, Porter's stemmer,
     over title, description, first feature and options. Equal scores: in the file's order."""
@@ -193,21 +203,16 @@ def search_over(products: dict):
     except ModuleNotFoundError as error:
         raise BadInput(f"environment 'webshop' lacks the package {error.name!r}: pip install -r envs/webshop-requirements.txt") from error
 
-    stem = Stemmer.Stemmer("porter").stemWords
-
-    def words_of(text):
-        return stem([word for word in re.findall(r"\b\w\w+\b", text.lower()) if word not in STOP])
-
     def text_of(item):
         options = ", and ".join(f"{name}: {', '.join(values)}" for name, values in item["options"].items())
         return " ".join([item["title"], item["description"], *item["features"][:1], options])
 
-    asins, made = list(products), bm25s.BM25(method="lucene", k1=0.9, b=0.4)
-    made.index([words_of(text_of(item)) for item in products.values()], show_progress=False)
+    stem, asins, made = Stemmer.Stemmer("porter").stemWords, list(products), bm25s.BM25(method="lucene", k1=0.9, b=0.4)
+    made.index([words_of(text_of(item), stem) for item in products.values()], show_progress=False)
 
     @functools.lru_cache(4096)
     def search(query: str) -> list[str]:
-        words = words_of(query)
+        words = words_of(query, stem)
         scores = made.get_scores(words) if words else []      # words of no product count nothing
         return [asins[n] for n in (-scores).argsort(kind="stable")[:HITS] if scores[n] > 0] if len(scores) else []
 
