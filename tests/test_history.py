@@ -25,30 +25,49 @@ def reachable(name, *packages):
     return pytest.mark.skipif(missing, reason=f"no {name} in ../shared/data or $SCAFFOLD_FUNNEL_DATA, or no {' '.join(packages)}")
 
 
-class Marked:
-    """An environment whose hints begin with a mark, so that they can be counted."""
+class Recorded:
+    """Plays an episode of an environment along the gold path again and again, its hints behind a mark, so that they can be counted."""
 
-    def __init__(self, env):
-        self.env = env
+    def __init__(self, env, task):
+        self.turns, self.actions = [], []
+        for observation, info, action in walk(env, task):
+            over = action is None
+            self.turns.append((observation, info, *(None if over else hint and MARK + hint for hint in (
+                env.action_guidance(), env.observation_enrichment())), env.gold_action(), env.admissible_actions()))
+            self.actions += [] if over else [action]
+        self.system_prompt, self.tools, self.max_turns, self.words = env.system_prompt, env.tools, env.max_turns, env.phrase
 
-    def __getattr__(self, name):
-        return getattr(self.env, name)
+    def reset(self, *, task, seed):
+        self.n = 0
+        return self.turns[0][:2]
+
+    def step(self, action):
+        self.n += 1
+        observation, info, *_ = self.turns[min(self.n, len(self.turns) - 1)]
+        return observation, 0.0, self.n >= len(self.actions), False, info
 
     def action_guidance(self):
-        hint = self.env.action_guidance()
-        return hint and MARK + hint
+        return self.turns[self.n][2]
 
     def observation_enrichment(self):
-        hint = self.env.observation_enrichment()
-        return hint and MARK + hint
+        return self.turns[self.n][3]
+
+    def gold_action(self):
+        return self.turns[self.n][4]
+
+    def admissible_actions(self):
+        return self.turns[self.n][5]
 
     def phrase(self, actions):  # of a wrong hint
-        return MARK + self.env.phrase(actions)
+        return MARK + self.words(actions)
+
+    def close(self):
+        pass
 
 
 def along(env, actions, chat, schedule, **how):
     script = iter(actions)
-    [played] = rollout(lambda prompts: [ended(chat, next(script)) for _ in prompts], chat, [EnrichedEnv(Marked(env), schedule)],
+    [played] = rollout(lambda prompts: [ended(chat, next(script)) for _ in prompts], chat, [EnrichedEnv(env, schedule)],
                        [Request(how.pop("task"), enriched=True)], max_turns=len(actions), max_context=10 ** 6, **how)
     return played
 
@@ -73,35 +92,30 @@ def test_the_prompts_that_hold_a_hint(name, request, tmp_path):
     elif name == "searchqa":
         options = {"data": str(DATA / "multihop_qa.json")}
     kind, chat = name.split()[0], Chat(request.getfixturevalue("qwen3" if "native" in name else "toy"))
-    env = make_env(kind, options)
+    real = make_env(kind, options)
     task = select_tasks(kind, "train", [task] if task else None, options)[0]
-    actions = [action for _, _, action in walk(env, task) if action]
+    env = Recorded(real, task)
+    real.close()
+    actions = env.actions
     for strategy in STRATEGIES:
         for step in (1, 200) if strategy in ("hybrid", "reversed") else (1,):
             window = set(TABLE[strategy][step > 100]) & ALL
-            for kept in (False, True):
-                t = along(env, actions, chat, Schedule(strategy, 200, step=step), task=task, keep_hints=kept)
-                assert len(t.turns) == len(actions)
-                own = [(turn.hint or "").count(MARK) for turn in t.turns]
-                hinted = {number for number, marks in enumerate(own, 1) if marks}
-                assert hinted <= window if window != ALL else True
-                if kind in ("keydoor", "sciworld"):  # these have a hint of each kind for every turn
-                    assert hinted == {number for number in window if number <= len(actions)} | (
-                        {number for number in range(13, len(actions) + 1)} if window == ALL else set())
-                for history, size in HISTORIES.items():
-                    for n in range(len(t.turns)):
-                        messages = messages_of(replace(t, turns=t.turns[:n]), chat, history, kept)
-                        found = [text.count(MARK) for _, text in messages if isinstance(text, str)]
-                        if not kept:  # in the last message, and nowhere else
-                            assert (found[-1], sum(found)) == (own[n], own[n]), (strategy, history, n + 1)
-                        else:
-                            shown = [k for k in range(n + 1) if k == 0 or k >= n - size
-                                     or (t.tools and not t.turns[k - 1].tool_results)]
-                            assert sum(found) == sum(own[k] for k in shown), (strategy, history, n + 1)
-                        if history == "full":
-                            assert chat.prompt(messages, t.tools) == t.turns[n].prompt_ids
-                assert kept or rebuild_rows(t, chat, "full") == t.rows
-    env.close()
+            t = along(env, actions, chat, Schedule(strategy, 200, step=step), task=task)
+            assert len(t.turns) == len(actions) and rebuild_rows(t, chat, "full") == t.rows
+            own = [(turn.hint or "").count(MARK) for turn in t.turns]
+            hinted, turns = {number for number, marks in enumerate(own, 1) if marks}, range(1, len(actions) + 1)
+            allowed = {number for number in turns if number in window or window == ALL}
+            assert hinted == allowed if kind in ("keydoor", "sciworld") else hinted <= allowed  # these always have a hint
+            for history, size in HISTORIES.items():
+                for n in range(len(t.turns)):
+                    so_far = replace(t, turns=t.turns[:n])
+                    plain, kept = (messages_of(so_far, chat, history, keep) for keep in (False, True))
+                    found = [text.count(MARK) for _, text in plain if isinstance(text, str)]
+                    assert (found[-1], sum(found)) == (own[n], own[n]), (strategy, history, n + 1)  # in the last message alone
+                    shown = [k for k in range(n + 1) if k == 0 or k >= n - size or (t.tools and not t.turns[k - 1].tool_results)]
+                    found = sum(text.count(MARK) for _, text in kept if isinstance(text, str))
+                    assert found == sum(own[k] for k in shown), (strategy, history, n + 1)
+                    assert history != "full" or chat.prompt(plain, t.tools) == t.turns[n].prompt_ids
 
 
 def test_a_hinted_turn_starts_a_row_and_one_without_a_hint_goes_on(toy):

@@ -208,7 +208,7 @@ def test_add_turn_compares_token_by_token():
 
 
 def test_a_window_shows_its_past_observations_the_current_one_and_all_actions(words, word_chat):
-    names = ["alpha", "beta", "gamma", "delta", "epsilon", "zeta"]
+    names = ["alpha", "beta", "gamma", "delta", "epsilon", "wait"]
     act = FakePolicy(*[ended(word_chat, name) for name in names])
 
     class Numbered(FakeEnv):
