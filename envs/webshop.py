@@ -33,7 +33,8 @@ import hashlib
 import os
 import re
 
-from envs import BadInput, Env, parse_action, refuse_unknown
+from envs import BadInput, Env, refuse_unknown
+from envs.action import invalid, parse_action
 from envs.webshop_data import SETUP, clean, load, load_goals
 from envs.webshop_reward import RULES, reward_of, token_set_ratio
 
@@ -46,14 +47,13 @@ with one action, alone on one line or inside <action></action>:
 search[words]     to search the shop, on any page
 click[x]          x is a button of this page, the id of a product, or the value of an option
 click[buy now]    on the page of a product, once, when its options are chosen: it ends the episode"""
+COMMAND = re.compile(r"(search|click)\s*\[(.+)\]", re.IGNORECASE)
 
 
 def read_command(text: str) -> tuple[str, str] | None:
     """("search" or "click", its argument in lower case) of the policy's text, or None."""
-    if "<think>" in text.rpartition("</think>")[2]:
-        return None     # thinking that did not end
-    found = re.match(r"(search|click)\s*\[(.+)\]", parse_action(text).lower())
-    return (found[1], found[2].strip()) if found and found[2].strip() else None
+    found = COMMAND.match(parse_action(text, COMMAND.match))
+    return (found[1].lower(), found[2].lower().strip()) if found and found[2].strip() else None
 
 
 def spaced(text: str) -> str:
@@ -173,7 +173,7 @@ class WebShop(Env):
             self._open(what[0], asin=self._asin, chosen=self._chosen)
         elif kind == "back":
             self._open("item", asin=self._asin, chosen=self._chosen)
-        return self._view(), 0.0, False, False, self._info(valid=kind != "nothing")
+        return invalid(self._view(), action), 0.0, False, False, self._info(valid=kind != "nothing")
 
     def _clicked(self, text):
         """What a click does: the one so written, else the first that differs in spaces alone."""

@@ -20,6 +20,7 @@ ROOT = Path(__file__).parent.parent
 sys.path[:0] = [str(ROOT)]
 from enrich import EnrichedEnv, Schedule, walk
 from envs import BadInput, env_class, make_env, select_tasks, webshop_data
+from envs.action import UNFINISHED, invalid
 from envs.webshop import WebShop, read_command
 from envs.webshop_reward import COLOURS, colour_of, reward_of, token_set_ratio
 
@@ -294,7 +295,7 @@ def test_result_pages_never_end_and_the_sixth_is_empty(shop):
 @pytest.mark.parametrize("text, command", [
     ("search[red rug]", ("search", "red rug")), ("Click[ Buy Now ]", ("click", "buy now")), ("click [ < Prev ]", ("click", "< prev")),
     ("<think>search[a]</think>\nclick[b]", ("click", "b")), ("<action>search[a]</action><action>click[b]</action>", ("click", "b")),
-    ("Action: click[b [2]]", ("click", "b [2]")), ("<think>click[b]", None), ("buy now", None), ("click[]", None), ("click[ ]", None),
+    ("Action: click[b [2]]", ("click", "b [2]")), ("I need a rug.\n**search[rug]**", ("search", "rug")), ("<think>click[b]", None), ("buy now", None), ("click[]", None), ("click[ ]", None),
     ("search", None), ("", None), ("click[a", None), ("research[a]", None), ("search[a] now", ("search", "a"))])
 def test_the_action_in_a_text(text, command):
     assert read_command(text) == command
@@ -308,7 +309,9 @@ def test_invalid_actions_show_the_same_page_and_change_nothing(shop):
     for text in ("", "dance", "click[5 ft]", "click[search]", "click[next >]", "click[rug0000001]", "click[attributes]", "click[" * 10_000,
                  "x" * 300_000, "\x00", "\ud800", "<think>click[buy now]", "__import__('os')", "search[]"):
         after, reward, terminated, truncated, info = env.step(text)
-        assert (after, reward, terminated, truncated, info["valid"], env._chosen) == (page, 0.0, False, False, False, {"size": "4 ft"})
+        shown = invalid(page, text)  # the same, and where thinking did not end, that
+        assert (after, reward, terminated, truncated, info["valid"], env._chosen) == (shown, 0.0, False, False, False, {"size": "4 ft"})
+    assert UNFINISHED in env.step("<think>click[buy now]")[0]
 
 
 @needs_search
