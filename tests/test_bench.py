@@ -223,7 +223,7 @@ def test_what_is_rehearsed_is_the_step_of_grpo(options, tmp_path, monkeypatch):
     figures = bench_rehearse.rehearse(SimpleNamespace(argv=argv, name="tiny", filled=False))
     grpo.main([*argv, "--steps", "1", "--eval-every", "0", "--eval-episodes", "1", "--out", str(tmp_path / "run")])
     [row] = metrics(tmp_path / "run")
-    same = ["learn_tokens", "sampler_gap", "sampler_gap_max", "grad_norm", "entropy"]
+    same = ["learn_tokens", "sampler_gap", "sampler_gap_max", "grad_norm", "entropy_learner"]
     assert {name: figures[name] for name in same} == {name: row[name] for name in same} and row["grad_norm"] > 0
     assert len(figures["row_tokens"]) == args.episodes and figures["decode.steps"] <= args.turns * 8
     for whole, *parts in (("rollout", "prefill", "decode"), ("learn", "learn")):

@@ -257,7 +257,7 @@ def rehearse(how):
                 **rates(model.dtype, model.device, own_seconds), "device": device_name(),
                 "row_tokens": lengths, "prefill.tokens": counts["prefill"], "decode.steps": counts["decode"],
                 "decode.rows": len(envs), "keeps_cache": chat.keep_cache, "micro_batch_tokens": step.micro_batch_tokens,
-                **{name: stats[name] for name in ("learn_tokens", "sampler_gap", "sampler_gap_max", "grad_norm", "entropy")}}
+                **{name: stats[name] for name in ("learn_tokens", "sampler_gap", "sampler_gap_max", "grad_norm", "entropy_learner")}}
     figures["plan_over_peak"] = max(figures["plan.rollout_bytes"], figures["plan.learn_bytes"]) / figures["peak_bytes"]
     return figures | shares(figures, model, build(), config.gradient_checkpointing)
 
