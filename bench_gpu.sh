@@ -8,15 +8,15 @@
 # OUT/gpu.json holds all figures, or for a part that failed or took too long, "not_measured" and its last line. What the
 # figures are: bench.py, tools/bench_rehearse.py. The random model stays in OUT/model; delete it when done.
 set -u
+out=${1:+$(realpath -m "$1")}
 cd "$(dirname "${BASH_SOURCE[0]}")"
-out=${1:-}
 if [ -z "$out" ] || [ -e "$out" ]; then
     echo "error: pass a new folder: bash bench_gpu.sh OUT" >&2
     exit 2
 fi
-new=Qwen/Qwen3-4B model=$out/model cards='24 48 80' preset='' small=''
+new=Qwen/Qwen3-4B model=$out/model cards='24 48 80' preset='' small='' patience=1
 if [ "${2:-}" = --dry-run ]; then
-    new=tiny-keydoor model=tiny-keydoor cards=24 preset='--episodes 4 --micro-batch-tokens 160 --context 80'
+    new=tiny-keydoor model=tiny-keydoor cards=24 patience=60 preset='--episodes 4 --micro-batch-tokens 160 --context 80'
     small='--rows 2 --group 2 --episodes 2 --tokens 40 --prompt-tokens 20 --new-tokens 3 --observation-tokens 12 --turns 3'
 elif ! python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then
     echo "error: no GPU is seen here: --dry-run tries the commands without one" >&2
@@ -26,7 +26,7 @@ mkdir -p "$out"
 
 part() {  # NAME SECONDS, options of bench.py
     echo "== $1: python bench.py ${*:3}"
-    timeout "$2" python bench.py "${@:3}" --json "$out/$1.json" 2>&1 | tee "$out/$1.log" || echo "$1: not measured"
+    timeout $(($2 * patience)) python bench.py "${@:3}" --json "$out/$1.json" 2>&1 | tee "$out/$1.log" || echo "$1: not measured"
 }
 set -o pipefail
 part step 140 rehearse --model $new --checkpointing --folder "$model"
