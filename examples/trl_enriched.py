@@ -11,7 +11,7 @@ checkpoints are TRL's. (`environment_factory`, its other way, lets a model act b
 1. The schedule's step is TRL's own count of optimizer steps, so it also holds after a resume.
 2. The coin of a group is thrown by (seed, step, task): every process finds the same, wherever it plays the group's episodes.
 3. `env_mask` is the mask made while sampling: observations and hints are context, never trained on. TRL has one row a
-   completion, so `history` is "full", past hints are kept (the paper's history is plain: a hinted turn is a row of its own), and a
+   completion, so `history` is "full", past hints are kept (in the paper, a hinted turn is a row of its own), and a
    chat template that drops earlier thinking is refused.
 4. An episode whose environment broke has the reward None, which TRL leaves out of the baseline and gives advantage 0.
 5. Evaluation by TRL is never enriched.

@@ -647,7 +647,7 @@ def test_results_are_the_templates_own_tool_messages(tokenizer, rows, hinted):
     was: Qwen3 drops the empty thinking of each action, Qwen3.5 that of the user turns before the last."""
     chat, env = Chat(tokenizer), EnrichedEnv(BFCL(format="native", guidance="next"), Schedule("both"))
     [t] = rollout(FakePolicy(*([*tokenizer(text)["input_ids"], tokenizer.eos_token_id] for text in CALLS)), chat, [env],
-                  [Request("base/0", enriched=hinted)], max_turns=5, max_new_tokens=100, max_context=20_000)
+                  [Request("base/0", enriched=hinted)], max_turns=5, max_new_tokens=100, max_context=20_000, keep_hints=True)
     assert len(t.rows) == rows and [turn.valid for turn in t.turns] == [True, False, True, True, True]
     messages, counts = [("system", t.system_prompt), ("user", t.first_observation)], []
     for number, (turn, following, text) in enumerate(zip(t.turns, [*t.turns[1:], None], CALLS)):
