@@ -12,7 +12,7 @@ from funnel.state import StateEnv, situation, with_state
 from rl.chat import Chat
 from rl.learner import make_optimizer
 from rl.model import add_lora, load_model
-from rl.rollout import Request, Trajectory, Turn, rollout
+from rl.rollout import Request, Row, Trajectory, Turn, rollout
 from rl.sampling import sampler
 
 STATE = "- ash house, red door: take iron key.\n- Look first."
@@ -199,7 +199,7 @@ def real(smollm2):
     said = sampler(model, chat, max_new_tokens=24)([chat.prompt([("system", system), ("user", user)]) for user in asked])
     for user, ids in zip(asked, said):
         trajectory = Trajectory("task", 0, 0, False, system_prompt=system, first_observation=user,
-                                turns=[Turn([], ids, chat.action_text(ids), "", 0.0, True, "end")])
+                                turns=[Turn([], ids, chat.action_text(ids), "", 0.0, True, "end")], rows=[Row([*ids], [1] * len(ids))])
         pairs = teacher.both_rows(trajectory, chat, "full", state)
         with torch.no_grad():
             found.append([teacher.logits(model, teacher.hidden_states(model, rows, chat.pad_id), 1.0) for rows in zip(*pairs)])
