@@ -47,7 +47,7 @@ def feedback_kind(strategy, step, total_steps, turn, *, early=(1, 3), late=(6, 1
 
     Steps and turns count from 1, windows include both ends. The defaults are the paper's, turns 1-3 and 6-10, and a
     switch after half of the steps (100 of 200). The released code differs: guidance in turns 1-4 on ScienceWorld and in
-    the first 3 user turns on BFCL; enrichment in turns 6-10 on ScienceWorld and after every tool call on BFCL.
+    the first 3 user turns on BFCL; enrichment in turns 7-11 on ScienceWorld and after every tool call on BFCL.
     Raises ValueError for an unknown strategy and for windows that make no sense.
     """
     if strategy not in STRATEGIES:

@@ -106,7 +106,7 @@ class Config(Learning, Hints):
     enrich_positive_only: bool = option(False, "ours: negative advantages are set to 0, in every episode")
     enrich_train_context: str = option("as-sampled", "as-sampled, or ours: stripped or stripped-ratio (train without the hints)")
     eval_every: int = option(10, "evaluate on tasks of the standard environment every so many steps (0: never)")
-    eval_split: str = option("valid", "of these evaluations: valid, or test, as the paper's peak is of the tasks it reports")
+    eval_split: str = option("valid", "the tasks of these evaluations: valid, or test (the paper chooses its best on its test tasks)")
     save_every: int = option(10, "checkpoint every so many steps; the last step always")
     keep_every: int = option(0, "keep the adapter of every so many steps, in adapters/STEP/ (0: none), for tools/probe.py")
     tensorboard: bool = option(False, "write TensorBoard files into the run's folder too")

@@ -1,7 +1,7 @@
 """How good the policy of a training run is: its evaluations, the best adapter while training, the table at the end.
 
-The paper reports the best of the evaluations that were made while training, of the tasks that it trains for; here both that one and
-the last are in the table. --eval-split says on which tasks the evaluations while training are: valid, where the best is chosen
+FEE's paper reports the best of the evaluations made while training, chosen on the test tasks that it reports. Here that one and the
+last are both in the table. --eval-split says on which tasks the evaluations while training are: valid, so that the best is chosen
 without a look at the test tasks, or test, as in the paper.
 """
 import torch

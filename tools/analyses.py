@@ -2,16 +2,16 @@
 
     python -m tools.analyses entropy runs/a runs/b --out entropy.png       # Fig. 3: policy entropy over training
     python -m tools.analyses map runs/a --out map.png                      # Fig. 4(a): success of each training task over time
-    python -m tools.analyses tiers --by runs/none__* --of runs/none__* runs/hybrid__*      # section 5.2, Fig. 4(b)
+    python -m tools.analyses tiers --by runs/none__[0-3] --of runs/none__[4-7] runs/hybrid__*   # 5.2, Fig. 4(b)
 
 Runs whose names differ by what follows the last "__" alone, their seed, are one arm; figures are means over an arm's runs.
 
 What differs from the paper:
-1. The map takes the episodes that training sampled, with hints or without (--plain: without alone), `group` of them where a task came
-   up once in a bin of steps; it costs no episode of its own.
-2. Tiers are of test tasks, by their outcome in the last evaluation of the runs of --by. Runs of one and the same arm in --by and
-   --of make the hard tier look hard and the easy one easy by selection alone, so that any other arm gains on the hard tier; the
-   paper's tiers are of that kind. Other seeds in --by than in --of do not have this fault.
+1. The map takes the episodes that training sampled, with hints or without (--plain: without alone): those of one group where a task
+   came up once in a bin of steps. It costs no episode of its own.
+2. Tiers are of test tasks, by their outcome in the last evaluation of the runs of --by. The same runs in --by and in --of make the
+   hard tier look hard and the easy one easy by selection alone, so that any other arm gains on the hard tier; the paper's tiers
+   are of that kind. Other seeds of the same arm in --by do not have this fault.
 """
 import math
 import statistics
