@@ -61,6 +61,15 @@ def test_evaluations_tell_clean_success_abstention_and_success_by_name(tmp_path)
     assert result["outcomes"] == {"moon/0": 1.0, "car/0": 0.0, "cart/0": 1.0, "cart/1": 1.0}
     assert result["success_by_name"] == {"moon": 1.0, "car": 0.0, "cart": 1.0}
     assert "abstain_turns" not in evaluation.evaluate(act, chat, [Asking()], tasks[1:], max_turns=2)
+    wins = itertools.cycle([True, False, False, False])
+
+    class Sometimes(Asking):
+        def step(self, action):
+            *rest, info = super().step(action)
+            return *rest, {**info, "success": info["success"] and next(wins)}
+
+    sampled = evaluation.evaluate(act, chat, [Sometimes()], tasks[:1], samples=4, max_turns=2)
+    assert sampled["outcomes"] == {"moon/0": 0.25} and sampled["success"] == 0.25
     played = rollout(act, chat, [Asking()], [Request(task) for task in tasks], max_turns=2)
     assert episode_metrics(played, 1)["abstention"] == 1.0 and "abstention" not in episode_metrics(played[1:], 1)
 
