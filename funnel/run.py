@@ -14,7 +14,6 @@ import contextlib
 import gc
 import json
 import random
-import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -25,7 +24,7 @@ from funnel.options import FunnelOptions
 from funnel.state import StateEnv, read_state
 from rl.chat import Chat
 from rl.evaluation import evaluate, fixed_tasks
-from rl.logs import append, episode_metrics, keep_rows, record, replace_file
+from rl.logs import append, episode_metrics, keep_rows, record, replace_file, save_adapter
 from rl.options import limits_of
 from rl.policy import load_frozen, load_policy
 from rl.rollout import Request, refuse_if_hopeless, rollout
@@ -131,12 +130,7 @@ class Run:
 
     def save(self, policy):
         """Commit the weights of the model as policy `policy`."""
-        folder = self.folder / "policies" / f"{policy:03d}"
-        beside = folder.with_name(folder.name + ".new")
-        for leftover in (beside, folder):
-            shutil.rmtree(leftover, ignore_errors=True)
-        self.model.save_pretrained(beside, selected_adapters=["default"])
-        beside.rename(folder)
+        save_adapter(self.model, self.folder / "policies" / f"{policy:03d}")
         self.loaded = policy
 
     @contextlib.contextmanager

@@ -7,6 +7,7 @@ import json
 import math
 import os
 import resource
+import shutil
 import sys
 from pathlib import Path
 
@@ -53,6 +54,15 @@ def replace_file(path, text: str):
     with open(beside, "w") as file:
         file.write(text)
     os.replace(beside, path)
+
+
+def save_adapter(model, folder):
+    """The policy's adapter alone: written beside, then renamed."""
+    beside = folder.with_name(folder.name + ".new")
+    shutil.rmtree(beside, ignore_errors=True)
+    model.save_pretrained(beside, selected_adapters=["default"])
+    shutil.rmtree(folder, ignore_errors=True)
+    beside.rename(folder)
 
 
 def record(step, trajectory) -> dict:

@@ -7,9 +7,8 @@ without a look at the test tasks, or test, as in the paper.
 import torch
 
 from rl.evaluation import evaluate, fixed_tasks, success_table
-from rl.logs import append, draw_curve, is_final, read
+from rl.logs import append, draw_curve, is_final, read, save_adapter
 from rl.model import other_adapter
-from rl.runs import save_adapter
 
 
 class Evaluations:

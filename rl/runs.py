@@ -96,7 +96,7 @@ def run_folder(config, algorithm, resuming=None):
 FREE = {"steps", "out", "resume", "overwrite", "lr", "save_every", "keep_every", "eval_every", "eval_episodes", "eval_temperature",
         "micro_batch_tokens", "gradient_checkpointing", "num_envs", "tensorboard", "step_timeout", "preset",
         "log_tokens"}  # options that a resumed run may change; with another num_envs it draws other samples
-BEFORE = {"enrich_history": "kept"}  # what a run did that was started before there was such an option
+BEFORE = {"enrich_history": "kept", "ratio": "row"}  # what a run did that was started before there was such an option
 
 
 def open_folder(config, algorithm, resuming=None) -> tuple[Path, int]:
@@ -216,15 +216,6 @@ def save_checkpoint(folder, model, optimizer, step):
         shutil.rmtree(old, ignore_errors=True)
         current.rename(old)
     new.rename(current)
-
-
-def save_adapter(model, folder):
-    """The policy's adapter alone: written beside, then renamed."""
-    beside = folder.with_name(folder.name + ".new")
-    shutil.rmtree(beside, ignore_errors=True)
-    model.save_pretrained(beside, selected_adapters=["default"])
-    shutil.rmtree(folder, ignore_errors=True)
-    beside.rename(folder)
 
 
 def sums(checkpoint) -> dict[str, str]:

@@ -25,20 +25,21 @@ def sampler(model, chat, *, temperature: float = 1.0, max_new_tokens: int = 32, 
     """`act(prompts) -> action ids`; temperature 0 is greedy. The whole distribution is sampled: `model` comes from
     `load_model`, which leaves no generation config that could cut it.
 
-    The weights may change between episodes, not within one: a kept cache is of the weights that made it.
+    The weights may change between episodes, not within one: what is kept is of the weights that made it, and goes with them.
     """
     causal = model.get_base_model() if hasattr(model, "get_base_model") else model
     config = GenerationConfig(do_sample=False, max_new_tokens=max_new_tokens, eos_token_id=sorted(chat.end_ids),
                               pad_token_id=chat.pad_id, repetition_penalty=1.0, num_beams=1)
     budget = Budget(chat, thinking_budget, max_new_tokens) if thinking_budget else None
-    keep_cache, kept, merged = keep_cache and chat.keep_cache and keeps_cache(causal), None, []
+    keep_cache, kept, merged, weights = keep_cache and chat.keep_cache and keeps_cache(causal), None, [], None
 
     @torch.no_grad()
     def act(prompts: list[list[int]]) -> list[list[int]]:
-        nonlocal kept, merged
-        if kept and all(2 * kept.find(prompt)[0] < len(prompt) for prompt in prompts):
-            kept = None  # of little use, and as large as the one to come
-        past, kept = kept, None  # where this turn fails, nothing is kept
+        nonlocal kept, merged, weights
+        now = torch.stack([p.sum() for p in model.parameters() if p.requires_grad] or [torch.zeros(())]).tolist()
+        if now != weights or kept and all(2 * kept.find(prompt)[0] < len(prompt) for prompt in prompts):
+            kept = None  # of other weights; or of little use, and as large as the one to come
+        past, kept, weights = kept, None, now  # where this turn fails, nothing is kept
         merged = merged if past else []  # the weights that made the cache
         if not prompts:
             return []

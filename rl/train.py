@@ -22,12 +22,12 @@ from tqdm import tqdm
 
 from envs import BadInput, make_env, parse_options, split_tasks
 from rl.learner import UpdateOptions, update
-from rl.logs import append, episode_metrics, record, speed, tensorboard
+from rl.logs import append, episode_metrics, record, save_adapter, speed, tensorboard
 from rl.options import limits_of, schedule_of_run
 from rl.policy import first_policy
 from rl.results import Evaluations
 from rl.rollout import Request, refuse_if_hopeless, rollout
-from rl.runs import interrupts, run_folder, save_adapter, save_checkpoint
+from rl.runs import interrupts, run_folder, save_checkpoint
 from rl.sampling import sampler
 from rl.stripped import train_context
 from rl.tokens import log_step_tokens, watch
@@ -185,10 +185,9 @@ def train(config, algorithm):
             bar.set_postfix(reward=f"{metrics['reward']:.2f}", success=evaluations.last)
             to_board(metrics, step)
 
-        table = evaluations.at_the_end(model)
+        print(f"\n{evaluations.at_the_end(model)}")
     for env in envs:
         env.close()
-    print(f"\n{table}")
     if (folder / "report.html").exists():
         print(f"{folder}/report.html shows an earlier state of the run: python report.py {folder} makes it anew")
     print(f"{folder}/ holds {', '.join(sorted(path.name for path in folder.iterdir()))}")

@@ -11,6 +11,7 @@ from conftest import ROOT, SMALL
 
 import dapo
 import grpo
+import gspo
 from envs import BadInput
 from rl.logs import read
 from rl.runs import cli, fingerprint
@@ -87,6 +88,19 @@ def test_a_run_from_before_enrich_history_kept_its_hints(run, tmp_path):
     assert kept["run"] == fingerprint(folder)  # its checkpoint is still its own
     (folder / "config.json").write_text(json.dumps(old | {"enrich_history": "plain"}))
     assert kept["run"] != fingerprint(folder)
+
+
+def test_a_run_of_gspo_from_before_ratio_had_one_for_each_row(tmp_path):
+    argv = [*SMALL, "--out", str(tmp_path / "run")]
+    gspo.main([*argv, "--ratio", "row"])
+    config = tmp_path / "run" / "config.json"
+    old = json.loads(config.read_text())
+    assert old.pop("ratio") == "row"
+    config.write_text(json.dumps(old))
+    with pytest.raises(BadInput, match="has --ratio row, not trajectory: resume with its options"):
+        gspo.main([*argv, "--resume", "--steps", "3"])
+    gspo.main([*argv, "--resume", "--steps", "3", "--ratio", "row"])
+    assert [row["step"] for row in read(tmp_path / "run" / "metrics.jsonl")] == [1, 2, 3]
 
 
 def test_a_run_killed_before_its_final_test_can_be_finished(tmp_path):

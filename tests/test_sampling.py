@@ -272,6 +272,19 @@ def test_the_next_rollout_has_the_new_weights(policy, word_chat, monkeypatch, ke
     assert act([prompt]) == sampler(policy, word_chat, temperature=0, max_new_tokens=4)([prompt]) != [answer]
 
 
+@pytest.mark.parametrize("keep_cache", [True, False])
+def test_weights_that_change_between_two_calls_are_the_ones_that_sample(policy, word_chat, keep_cache):
+    """Also where nobody said with act([]) that the episodes have ended; and the adapter switched off is another policy."""
+    act = sampler(policy, word_chat, temperature=0, max_new_tokens=4, keep_cache=keep_cache)
+    prompt = word_chat.prompt([("user", "take the iron key")])
+    before = act([prompt])
+    shake(policy, scale=0.5)
+    after = act([prompt])
+    assert after == sampler(policy, word_chat, temperature=0, max_new_tokens=4)([prompt]) != before
+    with policy.disable_adapter():
+        assert act([prompt]) == sampler(policy, word_chat, temperature=0, max_new_tokens=4)([prompt]) != after
+
+
 def test_rounding_to_bf16_keeps_the_mean_of_a_small_adapter(words):
     """An adapter as after a few steps, whose entries are far below the spacing of bf16: the nearest numbers leave most of it out."""
     policy = add_lora(tiny_qwen3(len(words), hidden_size=256, intermediate_size=512).bfloat16(), rank=8)
