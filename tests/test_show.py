@@ -1,4 +1,6 @@
 """tools/show.py: an episode, standard beside enriched, and the schedule as a picture."""
+import shutil
+
 import pytest
 from conftest import needs_bfcl, needs_simulator
 
@@ -41,6 +43,22 @@ def test_prompts_of_one_row_and_of_the_built_in_tokenizer(capsys):
     show.main(["--prompts", "--enrich", "ag-early", "--enrich-history", "kept"])
     out = capsys.readouterr().out
     assert "row 1 goes on after" in out and "row 2" not in out and out.count("[[hint : ") == 3 and ", 1 rows of " in out
+
+
+@needs_bfcl
+def test_prompts_are_those_of_training(qwen_folder, tmp_path, capsys):
+    """Calls in the template's own form; and a template without a place for a system message gets it in the first user message."""
+    folder = tmp_path / "folds"
+    shutil.copytree(qwen_folder / "qwen3_5_tokenizer", folder)
+    argv = ["--prompts", "--model", str(folder), "--env", "bfcl", "--env-options", "format=native", "--enrich", "ag-early"]
+    show.main(argv)
+    out = capsys.readouterr().out
+    assert "{{<tool_call>\n<function=" in out and "[[Hint: a good next call is <tool_call>\n<function=" in out
+    page = folder / "chat_template.jinja"
+    page.write_text("{% if messages[0].role == 'system' %}{{ raise_exception('no system role') }}{% endif %}" + page.read_text())
+    show.main(["--prompts", "--model", str(folder)])
+    said = capsys.readouterr()
+    assert "it begins the first user message" in said.err and said.out.count("Open every door.") == said.out.count("----- turn")
 
 
 def test_prompts_refuse_what_has_no_tokenizer(tmp_path, capsys):

@@ -69,7 +69,7 @@ def chat_of(name, thinking):
     """The Chat of a model, by its tokenizer alone. Raises BadInput."""
     from transformers import AutoTokenizer
 
-    from rl.chat import Chat
+    from rl.policy import carrying_chat
 
     if name.startswith((".", "/", "~")) and not os.path.isdir(name):
         raise BadInput(f"there is no folder {name}: pass --model a folder with a tokenizer, a model on the hub, or tiny")
@@ -80,7 +80,7 @@ def chat_of(name, thinking):
                        f"one, a model on the hub, or tiny") from error
     if tokenizer.chat_template is None:
         raise BadInput(f"the tokenizer of {name} has no chat template: use an instruct model")
-    return Chat(tokenizer, thinking)
+    return carrying_chat(tokenizer, thinking, None)
 
 
 def draw_schedule(schedule, path):
@@ -118,9 +118,11 @@ def main(argv=None):
         raise BadInput(why)
     print(f"{config.env} {tasks[0]}, --enrich {config.enrich}, training step {config.step} of {config.steps}")
     if config.prompts:
+        from rl.policy import tool_call_form
         from rl.tiny import tiny
 
         chat = chat_of(tiny(config.env, options, config.tasks) if config.model == "tiny" else config.model, config.thinking)
+        env.tool_call_form = tool_call_form(chat.tokenizer)  # as load_policy does
         print(f"--history {config.history}, --enrich-history {config.enrich_history}, the tokenizer of {config.model}; [[...]] is a hint, "
               f"{{{{...}}}} what a policy on the gold path would have sampled")
         show_prompts(env, tasks[0], schedule, chat, history=config.history, keep_hints=config.enrich_history == "kept")
