@@ -6,17 +6,13 @@ What differs from SkillOpt (arXiv 2605.23904): equal edits are merged in code be
 merging or ranking cannot be read, the order stands: most often proposed first, then failures first. The counting editor is ours.
 """
 import json
-import re
-import unicodedata
 from collections import Counter, defaultdict
 
 from envs import parse_action
+from funnel.edits import parse_edits, parse_numbers
 from funnel.state import bare, entries, shortened, situation
 from rl.sampling import sampler
 from rl.stripped import without_hints
-
-OPS = {"append": ("content",), "insert_after": ("target", "content"), "replace": ("target", "content"),
-       "delete": ("target",)}  # and what each needs
 
 
 def propose_edits(run, policy, episodes, state, budget, rejected):
@@ -133,24 +129,17 @@ def model_edits(ask, trajectories, state, budget, rejected=(), *, batch=8, most=
         shown = [transcript(t, most) for t in trajectories if t.success == (kind == "success") and t.turns]
         prompts += [(f"{REFLECT[kind]} {RULES}\n{FORM.format(budget=budget)}",
                      "\n\n".join([notes, *shown[n:n + batch]])) for n in range(0, len(shown), batch)]
-    lists, dropped = [], []
-    for answer in ask(prompts) if prompts else []:
-        edits, bad = parse_edits(answer, budget)
-        lists.append(edits)
-        dropped += bad
+    lists, dropped = ask_for_edits(ask, prompts, budget)
     lists = list(filter(None, lists))
     merged = distinct(edit for edits in lists for edit in edits)
     if len(merged) > budget and len(lists) > 1:
         while len(lists) > 1:  # a tree: two by two, failures first
             pairs = [lists[n:n + 2] for n in range(0, len(lists), 2)]
-            answers = ask([(f"{MERGE} {RULES}\n{FORM.format(budget=2 * budget)}", notes + "".join(
+            answers, bad = ask_for_edits(ask, [(f"{MERGE} {RULES}\n{FORM.format(budget=2 * budget)}", notes + "".join(
                 f"\n\nList {n}:\n{json.dumps(edits, ensure_ascii=False)}" for n, edits in enumerate(pair, 1)))
-                for pair in pairs if len(pair) == 2])
-            lists = []
-            for pair, answer in zip(pairs, [*answers, None]):
-                edits, bad = parse_edits(answer, 2 * budget) if len(pair) == 2 else (pair[0], [])
-                dropped += bad
-                lists.append(edits or distinct(edit for part in pair for edit in part))
+                for pair in pairs if len(pair) == 2], 2 * budget)
+            dropped += bad
+            lists = [edits or distinct(edit for part in pair for edit in part) for pair, edits in zip(pairs, [*answers, pairs[-1][0]])]
         merged = distinct(lists[0])
     if len(merged) > budget:
         numbered = "\n".join(f"{n}: {json.dumps(edit, ensure_ascii=False)}" for n, edit in enumerate(merged))
@@ -158,6 +147,19 @@ def model_edits(ask, trajectories, state, budget, rejected=(), *, batch=8, most=
         merged = [merged[n] for n in order] + [edit for n, edit in enumerate(merged) if n not in order]
         dropped += [{**shortened(edit), "reason": f"over the budget of {budget} edits"} for edit in merged[budget:]]
     return merged[:budget], dropped
+
+
+def ask_for_edits(ask, prompts, most):
+    """([at most `most` edits of each prompt's answer], [dropped ones]). An answer without any is asked for once more, with its fault."""
+    read = [parse_edits(answer, most) for answer in (ask(prompts) if prompts else [])]
+    again = [n for n, (edits, dropped) in enumerate(read) if dropped and not edits]
+    if again:
+        answers = ask([(prompts[n][0], f"{prompts[n][1]}\n\nYour last answer could not be used, because {read[n][1][0]['reason']}. It began "
+                                       f"or ended so:\n{read[n][1][0]['answer']}\nAnswer once more, with JSON alone.") for n in again])
+        for n, answer in zip(again, answers):
+            edits, dropped = parse_edits(answer, most)
+            read[n] = edits, read[n][1] + dropped
+    return [edits for edits, _ in read], [row for _, dropped in read for row in dropped]
 
 
 def transcript(trajectory, most):
@@ -174,50 +176,3 @@ def distinct(edits):
     edits = list(edits)
     counted = Counter(json.dumps(edit, sort_keys=True) for edit in edits)
     return [json.loads(key) for key, _ in counted.most_common()]  # equal counts keep their order
-
-
-def find_json(text, wanted):
-    """The first JSON value in the text that `wanted` accepts, or None. Thinking and code fences may stand around it."""
-    text = text.rpartition("</think>")[2][:200_000]
-    for start in [found.start() for found in re.finditer(r"[\[{]", text)][:64]:
-        try:
-            value, _ = json.JSONDecoder().raw_decode(text, start)
-        except (ValueError, RecursionError):
-            continue
-        if wanted(value):
-            return value
-    return None
-
-
-def parse_edits(answer, most):
-    """A model's answer -> (at most `most` edits, [what was dropped, with its reason]). Tolerant of what stands around
-    the JSON, strict about each edit: a known op, its texts there and of text, no more than that is kept."""
-    value = find_json(answer, lambda value: isinstance(value, dict) or value == [] or isinstance(value, list) and
-                      any(isinstance(item, dict) for item in value))
-    if isinstance(value, dict):
-        value = value.get("edits", [value])
-    if not isinstance(value, list):
-        return [], [{"answer": answer[:200], "reason": "the editor's answer holds no JSON list of edits"}]
-    edits, dropped = [], []
-    for item in value:
-        op = item.get("op") if isinstance(item, dict) else None
-        needs = OPS.get(op, ()) if isinstance(op, str) else ()
-        if not needs:
-            reason = f"op is not one of {', '.join(OPS)}"
-        elif not all(isinstance(item.get(key), str) and item[key].strip() for key in needs):
-            reason = f"{op} needs {' and '.join(needs)} as text"
-        elif any(unicodedata.category(c) in ("Cc", "Cs") and c not in "\n\t" for key in needs for c in item[key]):
-            reason = "it holds a control character"
-        elif len(edits) >= most:
-            reason = f"over the budget of {most} edits"
-        else:
-            edits.append({"op": op, **{key: item[key].strip() for key in needs}})
-            continue
-        dropped.append({"answer": json.dumps(item, ensure_ascii=False)[:200], "reason": reason})
-    return edits, dropped
-
-
-def parse_numbers(answer, below):
-    """The distinct whole numbers under `below` in the first JSON list of the answer."""
-    value = find_json(answer, lambda value: isinstance(value, list)) or []
-    return list(dict.fromkeys(n for n in value if type(n) is int and 0 <= n < below))

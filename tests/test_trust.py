@@ -24,7 +24,7 @@ import gspo
 from envs import BadInput, parse_action, plain
 from envs.toolcalls import InvalidAction, parse_calls, parse_tool_calls
 from envs.keydoor import KeyDoor
-from funnel.editors import parse_edits
+from funnel.edits import parse_edits
 from funnel.state import apply_edits
 from rl import learner, runs, train
 from rl.chat import Chat
