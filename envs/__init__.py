@@ -26,6 +26,8 @@ class Env:
     max_turns: int = 30  # the usual limit of this benchmark; the caller counts the turns
     tools: list[dict] | None = None  # JSON schemas of functions that the chat template lists, or None
     tool_call_form: str | None = "json"  # how hints and gold actions write calls (toolcalls.py); the caller sets the template's
+    defaults: dict = {}  # options of the programs that take another default here, such as {"max_context": 8192}
+    analyst_note: str = ""  # what an editor of the Funnel's state should know when it reads `reflection`
 
     @classmethod
     def tasks(cls, split: str, **options) -> list[str]:
@@ -46,10 +48,22 @@ class Env:
         a benchmark with a graded score adds `score: float`; one that asks for what cannot be done adds `abstain_turns`,
         how often it has done so, and `abstained`, how often the policy rightly did nothing or said so. Where the action
         called functions that `tools` lists, `tool_results: list[str]` holds what each returned: the observation is then
-        these, joined by line breaks, and in the chat each is a message of role "tool". The return of an episode is the
-        sum of its rewards.
+        these, joined by line breaks, and in the chat each is a message of role "tool". `listed: str`, also in the info of
+        `reset`: lines of the observation that list what can be done now. They are of no use later: `reflection` and
+        `--history recent:N` leave them out of past observations. `reference`, a dict or a text: what the episode is judged
+        by, such as the right answers and their score, for `reflection` alone; it stands in no observation, so the
+        policy never reads it. The last info's is kept. The return of an episode is the sum of its rewards.
         """
         raise NotImplementedError
+
+    def reflection(self, trajectory) -> str:
+        """An episode that was played (rl/rollout.py) as the editor of the Funnel's state reads it, made of the trajectory alone:
+        what was observed, without the lists of what could be done, "> " and each action, and the reference."""
+        observations = [trajectory.first_observation, *(turn.observation for turn in trajectory.turns)]
+        lists = [*(turn.listed for turn in trajectory.turns), trajectory.info.get("listed")]
+        texts = [without_list(text, listed) for text, listed in zip(observations, lists)]
+        played = [f"> {turn.action.strip()}\n{text}" for turn, text in zip(trajectory.turns, texts[1:])]
+        return "\n".join([texts[0], *played, *reference_lines(trajectory.info.get("reference"))])
 
     def action_guidance(self) -> str | None:
         """A procedural hint that fits now ("take the iron key"), or None."""
@@ -73,6 +87,16 @@ class Env:
 
     def close(self):
         pass
+
+
+def without_list(observation: str, listed: str | None) -> str:
+    """An observation without the lines that `info["listed"]` names."""
+    return observation.replace(f"\n{listed}", "") if listed else observation
+
+
+def reference_lines(reference) -> list[str]:
+    """`info["reference"]` as lines: a text as it is, a dict as "name: value"."""
+    return [f"{key}: {value}" for key, value in reference.items()] if isinstance(reference, dict) else [reference] if reference else []
 
 
 def env_class(name: str) -> type[Env]:

@@ -23,11 +23,12 @@ def after_thinking(text: str) -> str | None:
 
 
 def last_tag(text: str, names=("action",)) -> tuple[str, str] | None:
-    """(name, content) of the complete tag that ends last, in any case, or None. Linear in the text, whatever it holds."""
+    """(name, content) of the complete tag that ends last, in any case, or None. A stray end behind it, <a>x</a></a>, changes
+    nothing. Linear in the text, whatever it holds."""
     lower = text.translate(LOWER)
     end, name = max((lower.rfind(f"</{name}>"), name) for name in names)
     start = lower.rfind(f"<{name}>", 0, end) if end >= 0 else -1
-    return (name, text[start + len(name) + 2:end].strip()) if start >= 0 else None
+    return (name, text[start + len(name) + 2:lower.find(f"</{name}>", start)].strip()) if start >= 0 else None
 
 
 def parse_action(text: str, is_command=None) -> str:

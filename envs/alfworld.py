@@ -9,8 +9,12 @@ is tried on it, 50 turns an episode. Six task types, such as "put a hot apple in
 
 Task ids are `<task type>/<object>-<...>-<scene>/<trial>`. Splits are the benchmark's: train, valid (its valid_seen, rooms
 that training knows) and test (its valid_unseen, new rooms); as officially, without games that are marked unsolvable, with
-movable receptacles or with sliced objects. Reward: 1 on the turn that reaches the goal, else 0. An invalid command is
-answered "Nothing happens." and costs a turn.
+movable receptacles or with sliced objects. `paths=DIR` takes the games that DIR/{train,val,test}/items.json list instead, records
+with a "gamefile" such as "json_2.1.1/train/.../game.tw-pddl": the form of SkillOpt's released alfworld_path_split, 39 / 18 / 134
+games (microsoft/SkillOpt, data/), on which it is tried in arXiv 2605.23904. Reward: 1 on the turn that reaches the goal, else 0.
+An invalid command is answered "Nothing happens." and costs a turn. As in SkillOpt's released code the policy is asked to reason
+step by step and then to write <action></action>, and a text in which no command can be read is played as `look`; here the
+observation says so, the turn still counts as invalid, and commands without a tag are read too (docs/actions.md).
 
 Deviations, all ours
  1. The admissible commands stand in the observation (admissible="list"); the benchmark leaves that to the agent.
@@ -20,6 +24,12 @@ Deviations, all ours
  4. The package grounds a game's PDDL four times for one start, about 0.4 s each: twice over, for play and for a planner that
     is not used here. Once is enough, and it is kept for the process (the last GROUNDED games). What is kept is text
     and operators that are only read; each instance has its own copy of the engine's state.
+ 5. By default a prompt holds the first observation and the last 5 turns (`--history recent:5`), a conversation whose past observations
+    have no list of commands. SkillOpt's prompt is one message with the last 2 observations and commands, without the reasoning.
+    In random and gold play of 24 games with actions of 512 tokens, the largest of all prompts had 3,683 tokens of Qwen3's tokenizer
+    (LISTS with all lists); so 50 turns fit into 8,192 with a state of 13,000 characters, about 3,000 tokens.
+ 6. What an editor reads of an episode (`reflection`) has commands and answers, and neither reasoning nor lists: 50 turns take at most
+    5,550 characters in the same play.
 An episode is a function of (task, actions): the engine draws nothing at random.
 """
 import functools
@@ -32,7 +42,7 @@ from collections import defaultdict
 from pathlib import Path
 from unittest import mock
 
-from envs import BadInput, Env, refuse_unknown
+from envs import BadInput, Env, refuse_unknown, without_list
 from envs.action import invalid, parse_action
 
 SPLITS = {"train": "train", "valid": "valid_seen", "test": "valid_unseen"}
@@ -40,10 +50,13 @@ TASK_TYPES = ("pick_and_place_simple", "look_at_obj_in_light", "pick_clean_then_
               "pick_heat_then_place_in_recep", "pick_cool_then_place_in_recep", "pick_two_obj_and_place")
 GREETING = "-= Welcome to TextWorld, ALFRED! =-"
 STATES = {"isclean": "clean", "ishot": "hot", "iscool": "cool", "istoggled": "on"}     # a fact's name -> how we say it
+COMMAND = re.compile(r"look|inventory|help|(?:go to|open|close|take|move|put|use|clean|heat|cool|slice|examine) .+", re.IGNORECASE)
+HELP = re.compile(r"\s*Available commands:(\n  .*)+")     # the answer to "help"
+LOOKED = "No command could be read, so you look."
 GROUNDED = 32   # games whose grounding is kept: about 5 MB each
 
-PROMPT = """You are in a house, and you have a task to carry out there. Each turn, answer with one command: alone on one \
-line, or inside <action></action>."""
+PROMPT = """You are in a house, and you have a task to carry out there. Each turn, first think step by step about what you see, \
+what is done and what is left to do; then write one command inside <action></action>."""
 TEMPLATES = """
 Commands: look | inventory | go to PLACE | open PLACE | close PLACE | take THING from PLACE | move THING to PLACE
 use THING | clean THING with PLACE | heat THING with PLACE | cool THING with PLACE | examine THING or PLACE
@@ -99,28 +112,50 @@ def games(path: Path, split: str) -> dict[str, Path]:
     return dict(sorted(found.items()))
 
 
+@functools.cache
+def listed_games(path: Path, paths: str, split: str) -> dict[str, Path]:
+    """The games of a split by a published list, in its order. Raises BadInput."""
+    file = Path(paths).expanduser() / {"valid": "val"}.get(split, split) / "items.json"
+    try:
+        parts = [Path(item["gamefile"]).parts[-4:] for item in json.loads(file.read_text(encoding="utf-8"))]
+        names = [re.fullmatch("(.+?)-(.+)", name).groups() for _, name, _, _ in parts]
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise BadInput(f"alfworld: paths={paths} needs {file.parent.name}/items.json, a list of records with a \"gamefile\" such as "
+                       f"json_2.1.1/train/TYPE-OBJECT-SCENE/TRIAL/game.tw-pddl ({error!r})") from error
+    found = {f"{kind}/{rest}/{game[2]}": path.joinpath(*game) for (kind, rest), game in zip(names, parts)}
+    missing = [game for game in found.values() if not game.exists()]
+    if missing:
+        raise BadInput(f"alfworld: {len(missing)} of the {len(found)} games of {file} are not there, such as {missing[0]}: run "
+                       "alfworld-download")
+    return found
+
+
 class ALFWorld(Env):
-    """Options: data (the folder of alfworld-download), admissible "list" (in the observation) or "none" (command
-    templates in the system prompt instead). `info["admissible"]` lists the valid commands in both."""
+    """Options: data (the folder of alfworld-download), paths (a folder of lists of games, see above), admissible "list" (in the
+    observation) or "none" (command templates in the system prompt instead). `info["admissible"]` lists the valid commands in both."""
 
     max_turns = 50
+    defaults = {"history": "recent:5", "max_context": 8192, "max_new_tokens": 512}
+    analyst_note = ("\"Nothing happens.\" means that the command was not possible at that moment. The agent saw a list of the possible "
+                    "commands each turn; it is left out here, and so is its reasoning.")
 
-    def __init__(self, data=None, admissible="list"):
+    def __init__(self, data=None, admissible="list", paths=None):
         refuse_unknown("admissible", admissible, ("list", "none"))
         engine()
-        self.folder, self.admissible = folder(data), admissible
+        self.folder, self.admissible, self.paths = folder(data), admissible, paths
         self.system_prompt = PROMPT + (TEMPLATES if admissible == "none" else "")
         self._env, self._done = None, True
 
     @classmethod
-    def tasks(cls, split, data=None):
+    def tasks(cls, split, data=None, paths=None):
         """Task ids in order. The full data have 3553 / 140 / 134 games."""
         refuse_unknown("split", split, SPLITS)
-        return list(games(folder(data), split))
+        return list(listed_games(folder(data), str(paths), split) if paths else games(folder(data), split))
 
     def reset(self, *, task, seed):
         """Any seed gives the same episode. Raises BadInput for a task that is not there or a file that is damaged."""
-        files = {task: file for split in SPLITS for task, file in games(self.folder, split).items()}
+        splits = [listed_games(self.folder, str(self.paths), split) if self.paths else games(self.folder, split) for split in SPLITS]
+        files = {task: file for split in splits for task, file in split.items()}
         if task not in files:
             known = next(iter(files), "TYPE/OBJECT-SCENE/TRIAL")
             raise BadInput(f"unknown task {task!r} in {self.folder}: ids look like {known}")
@@ -147,10 +182,11 @@ class ALFWorld(Env):
         command = parse_action(action, lambda line: line.lower() in self._state.admissible_commands).lower()
         valid = command in self._state.admissible_commands
         with _lock:
-            self._state, _, _ = self._env.step(command)     # looks the text up among the valid commands, no more
+            self._state, _, _ = self._env.step(command or "look")   # looks the text up among the valid commands, no more
+        feedback = self._state.feedback.strip() if command else f"{LOOKED}\n{self._state.feedback.strip()}"
         self._followed += valid and [command] == self._walkthrough[self._followed:self._followed + 1]
         self._done = bool(self._state.won)
-        return self._view(invalid(self._state.feedback.strip(), action)), float(self._done), self._done, False, self._info(valid)
+        return self._view(invalid(feedback, action)), float(self._done), self._done, False, self._info(valid)
 
     def gold_action(self):
         """The walkthrough's command after those already followed, in order and with any others between. If it is not
@@ -196,11 +232,23 @@ class ALFWorld(Env):
             _idle.append(self._env)
         self._env, self._done = None, True
 
+    def reflection(self, trajectory):
+        """The command of each turn, or the end of a text that holds none, and what came of it."""
+        shown = [without_list(trajectory.first_observation, trajectory.turns[0].listed if trajectory.turns else None)]
+        lists = [*(turn.listed for turn in trajectory.turns[1:]), trajectory.info.get("listed")]
+        for turn, listed in zip(trajectory.turns, lists):
+            command = parse_action(turn.action, COMMAND.fullmatch) or f"(no command) {turn.action[-100:].strip()}"
+            shown.append(f"> {command[:200]}\n{HELP.sub('(a list of commands)', without_list(turn.observation, listed))}")
+        return "\n".join(shown)
+
     def _view(self, feedback):
-        text = feedback.strip()
-        if self.admissible == "list" and not self._state.won:
-            text += f"\nCommands: {' | '.join(self._state.admissible_commands)}."
-        return text
+        return "\n".join([feedback.strip(), *filter(None, [self._listed()])])
+
+    def _listed(self):
+        over = self.admissible != "list" or self._state.won
+        return None if over else f"Commands: {' | '.join(self._state.admissible_commands)}."
 
     def _info(self, valid):
-        return {"success": self._done, "valid": valid, "admissible": [] if self._done else self._state.admissible_commands}
+        listed = self._listed()
+        return {"success": self._done, "valid": valid, "admissible": [] if self._done else self._state.admissible_commands,
+                **({"listed": listed} if listed else {})}

@@ -2,12 +2,15 @@
 
 Benchmark: Dunn et al., "SearchQA", arXiv 1704.05179, as the Experience Funnel (arXiv 2609.08919) uses it: single-turn
 reading comprehension, most likely on the 400 / 200 / 1400 questions that SkillOpt (arXiv 2605.23904) lists by id from the
-hub's `lucadiliello/searchqa`, the context cut at 6,000 characters. Reward: exact match after SQuAD's normalisation
+hub's `lucadiliello/searchqa`. As in SkillOpt's released code (microsoft/SkillOpt, skillopt/envs/searchqa), the context is cut before
+the "[DOC]" that would go over 6,000 characters, and the answer is the content of the last <answer></answer>, in any case, else the
+last line that is not empty. Reward: exact match after SQuAD's normalisation
 (lower case, no punctuation, no a/an/the), 1 or 0; `info["score"]`: F1 over the normalised words; the best over the gold
 answers for both.
 
     (nothing)            the hub's questions, 400 / 200 / 1400 of them drawn by us
-    ids=DIR              the hub's questions with the ids in DIR/{train,val,test}/items.json (SkillOpt's searchqa_id_split)
+    ids=DIR              the hub's questions with the ids in DIR/{train,val,test}/items.json, as microsoft/SkillOpt releases them in
+                         data/searchqa_id_split: lists of {"id": the hub's "key"}
     data=FILE            your own: JSON lines of records, a JSON list of them, or {"questions": [...], "passages": [...]}
     data=FILE retrieval=true    several turns: <search>query</search> shows passages of the file, until <answer></answer>
 
@@ -18,10 +21,11 @@ the question, so equal questions share a split. The hub could not be reached whe
 tried on a stand-in of the same form alone.
 
 Deviations and decisions, ours
- 1. The last complete <answer></answer> after any thinking counts, in any case, and without one the answer is wrong: nothing is
-    guessed. Thinking that did not end holds no answer.
+ 1. What stands up to the last </think> is no answer and holds none, and thinking that did not end has no answer at all; the released
+    scorer reads the whole text. `<answer>a <answer>b</answer>` is b here, and wrong there. In retrieval a turn without a tag is
+    invalid and no answer.
  2. A text that normalises to nothing ("The", "?") is compared as it is; officially it would equal an empty answer.
- 3. An output over 20,000 characters is invalid. Question and context each end at 6,000 characters.
+ 3. An output over 20,000 characters is invalid. The question ends at 6,000 characters, and so does a context without a "[DOC]".
  4. Retrieval (not in the paper): BM25 over all passages of the file, those of other questions included; `top` passages a
     search, 6,000 characters in all; after `turns` turns without an answer the episode is truncated. Of several
     complete tags the last decides, search or answer.
@@ -34,15 +38,17 @@ import json
 import re
 import string
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
-from envs import BadInput, Env, refuse_unknown
+from envs import BadInput, Env, reference_lines, refuse_unknown
 from envs.action import after_thinking, invalid, last_tag
 
 HUB = "lucadiliello/searchqa"
 SPLITS = ("train", "valid", "test")
 NAMES = {"val": "valid", "validation": "valid", "dev": "valid"}     # other names of a split
 MAX_CONTEXT = 6000      # characters
+DOC = "[DOC]"           # begins each document of a context
 MAX_OUTPUT = 20_000     # characters; a query beyond its first 1,000 is cut
 
 ANSWER = """Answer the question from the context. Think first if you like, then give the answer alone, as short as it can \
@@ -78,6 +84,14 @@ def clean(value, limit=None) -> str:
     return str(value).encode("utf-8", "replace").decode("utf-8")[:limit]
 
 
+def whole_documents(context: str) -> str:
+    """At most MAX_CONTEXT characters of a context, cut before a "[DOC]" where it has several. As in SkillOpt's released code the first
+    "[DOC]" is not counted; here it stays."""
+    most = MAX_CONTEXT + len(DOC) * context.startswith(DOC)
+    border = context.rfind(DOC, 1, most + len(DOC))
+    return context if len(context) <= most else context[:border] if border > 0 else context[:MAX_CONTEXT]
+
+
 def record_of(raw, number: int, passages: list[dict]) -> dict:
     """One record of the file or the hub, checked. Raises BadInput."""
     def fail(reason):
@@ -102,7 +116,7 @@ def record_of(raw, number: int, passages: list[dict]) -> dict:
     name = re.sub(r"[^\w.-]+", "-", clean(raw.get("source") or "searchqa"))
     return {"task": f"{name}/{clean(raw.get('id', raw.get('key', f'{number:05d}')))}", "split": split,
             "question": clean(raw["question"], MAX_CONTEXT).strip(), "answers": [clean(a).strip() for a in answers],
-            "context": None if context is None else clean(context, MAX_CONTEXT), "titles": [clean(t) for t in titles]}
+            "context": None if context is None else whole_documents(clean(context)), "titles": [clean(t) for t in titles]}
 
 
 def read_file(path: str):
@@ -207,7 +221,12 @@ def index(data):
 
 class SearchQA(Env):
     """Options: data, ids, retrieval (see above), shares (of train, valid and test where we draw them; the default is
-    SkillOpt's 400 / 200 / 1400), split_seed, and for retrieval turns and top (passages a search)."""
+    SkillOpt's 400 / 200 / 1400), split_seed, and for retrieval turns and top (passages a search). `info["reference"]` has, after
+    each step, the question, the right answers, the answer that was read, exact match and F1."""
+
+    defaults = {"max_context": 6144, "max_new_tokens": 512}
+    analyst_note = ("An answer is right if it equals one of the right answers but for case, punctuation and articles. The context is what a "
+                    "search engine found, and need not hold the answer.")
 
     def __init__(self, data=None, ids=None, shares="20,10,70", split_seed=0, retrieval=False, turns=6, top=3):
         options = checked_options(data, ids, shares, split_seed)
@@ -248,7 +267,10 @@ class SearchQA(Env):
             raise RuntimeError("the episode is over: call reset")
         self._turn += 1
         names = ("search", "answer") if self.retrieval else ("answer",)
-        tag = last_tag(after_thinking(action) or "", names) if len(action) <= MAX_OUTPUT else None
+        text = after_thinking(action) or ""
+        tag = last_tag(text, names) if len(action) <= MAX_OUTPUT else None
+        if tag is None and not self.retrieval and len(action) <= MAX_OUTPUT and text.strip():
+            tag = "answer", text.strip().splitlines()[-1].strip()
         if tag is None and len(action) > MAX_OUTPUT:
             text = f"Invalid: {len(action)} characters are too many."
         elif tag is None:
@@ -257,14 +279,23 @@ class SearchQA(Env):
         elif tag[0] == "answer":
             self._done, right = True, exact_match(tag[1], self._record["answers"])
             info = {"success": bool(right), "valid": True, "score": f1(tag[1], self._record["answers"])}
-            return "Right." if right else "Wrong.", right, True, False, info
+            return "Right." if right else "Wrong.", right, True, False, info | self._reference(tag[1], right, info["score"])
         else:
             text = self._search(tag[1])
         self._done = self._turn == self.max_turns
         text += "\nNo turn is left." if self._done and self.retrieval else ""
         text += f"\nTurns left: {self.max_turns - self._turn}." if not self._done else ""
-        info = {"success": False, "valid": tag is not None, "score": 0.0}
+        info = {"success": False, "valid": tag is not None, "score": 0.0, **self._reference("", 0.0, 0.0)}
         return text, 0.0, self._done and not self.retrieval, self._done and self.retrieval, info
+
+    def _reference(self, answer, right, score):
+        return {"reference": {"Question": self._record["question"], "Right answers": "; ".join(self._record["answers"]),
+                              "Answer that was read": answer[:500] or "none", "Exact match": int(right), "F1": round(score, 3)}}
+
+    def reflection(self, trajectory):
+        """The reference first and the policy's own words last, so that a cut in the middle falls into the context."""
+        lines = reference_lines(trajectory.info.get("reference"))
+        return "\n".join([*lines, super().reflection(replace(trajectory, info={}))])
 
     def _search(self, query):
         found = self._find(query, self.top)

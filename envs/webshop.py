@@ -33,7 +33,7 @@ import hashlib
 import os
 import re
 
-from envs import BadInput, Env, refuse_unknown
+from envs import BadInput, Env, reference_lines, refuse_unknown
 from envs.action import invalid, parse_action
 from envs.webshop_data import SETUP, clean, load, load_goals
 from envs.webshop_reward import RULES, reward_of, token_set_ratio
@@ -41,6 +41,8 @@ from envs.webshop_reward import RULES, reward_of, token_set_ratio
 SPLITS = {"test": range(0, 500), "valid": range(500, 1500), "train": range(1500, 10**9)}
 PAGE, MAX_PAGE, MAX_QUERY = 10, 6000, 1000      # products a page, characters of a page and of a search
 SUB_PAGES = ("Description", "Features", "Reviews")
+SEP = " [SEP] "
+BUTTONS = (*SUB_PAGES, "Instruction:", "Back to Search", "< Prev", "Next >", "Buy Now", "Rating: N.A.")
 
 PROMPT = """You shop for what the instruction asks for: the product, with the right options, below the price. Each turn, answer \
 with one action, alone on one line or inside <action></action>:
@@ -96,6 +98,8 @@ class WebShop(Env):
 
     max_turns = 15
     system_prompt = PROMPT
+    analyst_note = ("The reward falls with each attribute, option and price bound that is not met, and with another kind of product. What an "
+                    "attribute is worth is judged by the product's texts, not by what the agent says. Buttons are left out of the pages.")
 
     def __init__(self, data=None, goals="synthetic", apart=False, reachable=False, rule="official", price_seed=0):
         self.options = checked_options(data, goals, apart, reachable, rule, price_seed)
@@ -182,7 +186,7 @@ class WebShop(Env):
 
     def _view(self):
         """The page's text."""
-        return " [SEP] ".join(filter(None, (text.strip() for text in self._fields())))[:MAX_PAGE]
+        return SEP.join(filter(None, (text.strip() for text in self._fields())))[:MAX_PAGE]
 
     def _fields(self):
         said = ["Instruction:", self._goal["instruction"]]
@@ -252,6 +256,19 @@ class WebShop(Env):
             lines.append(f"Of the wanted options it offers: {', '.join(offered) or 'none'}. "
                          f"Chosen: {', '.join(map(named, self._chosen.items())) or 'nothing'}.")
         return " ".join(lines)
+
+    def reflection(self, trajectory):
+        """Each action, and what the page that it led to shows beside buttons: 60 characters of a field, 900 of a page, a page that was
+        shown before by its turn alone. The choice of an option changes nothing that a page shows."""
+        said, shown, pages = trajectory.first_observation.split(SEP), [trajectory.first_observation], {}
+        for number, turn in enumerate(trajectory.turns, 1):
+            command = read_command(turn.action)
+            did = f"{command[0]}[{command[1][:200]}]" if command else f"(no action) {turn.action[-100:].strip()}"
+            did += " (not possible here)" * (not turn.valid)
+            page = " | ".join(text[:60] for text in turn.observation.split(SEP) if text not in {*said, *BUTTONS})[:900]
+            first = pages.setdefault(page, number)
+            shown.append(f"> {did}\n{page if first == number else f'(the page of turn {first})'}")
+        return "\n".join([*shown, *reference_lines(trajectory.info.get("reference"))])
 
     def _wanted(self):
         """What the goal asks for, in words."""

@@ -13,8 +13,9 @@ from dataclasses import dataclass, field, make_dataclass
 from datetime import datetime
 
 from enrich import Schedule
-from envs import BadInput
+from envs import BadInput, env_class
 from rl.presets import PRESETS, preset_for
+from rl.rollout import HISTORY
 from rl.runs import OneLine
 
 
@@ -39,10 +40,11 @@ class Playing(Environment):
     bits: int = option(0, "weights of the base model: 4 (NF4), 16 (bf16), 32 (fp32); 0: bf16 on a GPU, else fp32")
     preset: str = option("", "24gb, 48gb or 80gb: bits, context, batches that fit on such a card; your own options win (plan.py)")
     seed: int = option(0, "seed of everything random")
+    # These three: alfworld and searchqa have other defaults, in the `defaults` of their environments
     max_new_tokens: int = option(32, "tokens per turn at most")
     max_context: int = option(2048, "tokens of a prompt plus --max-new-tokens at most")
     history: str = option("full", "full: the whole conversation; window:N: of the past observations the first and the last N, with "
-                                  "the current one and all actions")
+                                  "the current one and all actions; recent:N: the first observation and the last N turns alone")
     thinking: bool = option(False, "let a model that can think do so (chat templates with enable_thinking)")
     thinking_budget: int = option(0, "tokens of thinking per turn; then its end is written into the answer (0: off)")
     num_envs: int = option(128, "parallel episodes")
@@ -113,8 +115,9 @@ class Config(Learning, Hints):
 
 
 def parse(own, argv=None, description=None, common=Config):
-    """The command line -> a checked object with the fields of the dataclasses `own` and `common`. Raises BadInput with one line;
-    `--help` prints and leaves."""
+    """The command line -> a checked object with the fields of the dataclasses `own` and `common`. What it does not give is the
+    environment's default, where it has one (`Env.defaults`), else the option's. Raises BadInput with one line; `--help` prints
+    and leaves."""
     from transformers.hf_argparser import HfArgumentParser
 
     class Parser(OneLine, HfArgumentParser):
@@ -131,8 +134,13 @@ def parse(own, argv=None, description=None, common=Config):
         raise BadInput(str(error)) from error
     if unknown:
         parser.error(f"unknown option {' '.join(unknown)}")
+    given = {word.partition("=")[0].lstrip("-").replace("-", "_") for word in argv if word.startswith("--")}
+    for name, value in env_class(config.env).defaults.items():
+        if name not in given and hasattr(config, name):
+            setattr(config, name, value)
+            given.add(name)
     if getattr(config, "preset", ""):
-        apply_preset(config, argv)
+        apply_preset(config, given)
     refuse_bad_values(config)
     return config
 
@@ -159,8 +167,8 @@ def refuse_bad_values(config):
             raise BadInput(f"{flag} must be 0 ({zero[name]}) or above, got {value}")
         if name in choices and value not in choices[name]:
             raise BadInput(f"{flag} must be one of {', '.join(str(a) or 'nothing' for a in choices[name])}, got {value}")
-        if name == "history" and not re.fullmatch(r"full|window:[1-9][0-9]*", value):
-            raise BadInput(f"--history must be full or window:N, got {value!r}")
+        if name == "history" and not re.fullmatch(HISTORY, value):
+            raise BadInput(f"--history must be full, window:N or recent:N, got {value!r}")
     if budget := getattr(config, "thinking_budget", 0):
         if not config.thinking:
             raise BadInput("--thinking-budget needs --thinking")
@@ -175,14 +183,13 @@ def refuse_bad_values(config):
             raise BadInput("training needs --temperature above 0: greedy episodes of a group are all alike")
 
 
-def apply_preset(config, argv):
-    """Set the fields that --preset speaks of, that the program has and that `argv` does not set. For another model, context, rank
-    or optimizer than it was made for they are planned anew, and a line says what came out."""
+def apply_preset(config, given):
+    """Set the fields that --preset speaks of, that the program has and that are not `given` by the user or the environment. For
+    another model, context, rank or optimizer than it was made for they are planned anew, and a line says what came out."""
     if config.preset not in PRESETS:
         raise BadInput(f"--preset must be one of {', '.join(PRESETS)}, got {config.preset!r}")
     if config.model == "tiny":
         raise BadInput("--preset is for a model of billions of parameters: pass --model, or leave it out")
-    given = {word.partition("=")[0].lstrip("-").replace("-", "_") for word in argv if word.startswith("--")}
     wanted = {"max_context": config.max_context} if "max_context" in given else {}
     if "bits" in given:
         wanted["bits"] = config.bits or None

@@ -14,10 +14,11 @@ import sys
 from collections import deque
 from dataclasses import dataclass, field
 
-from envs import BadInput, DoesNotFit, guard, plain
+from envs import BadInput, DoesNotFit, guard, plain, without_list
 from rl.chat import Chat
 
 LEFT_OUT = "(left out)"  # what a windowed history has in place of an observation
+HISTORY = "full|(window|recent):[1-9][0-9]*"
 
 
 @dataclass
@@ -40,6 +41,7 @@ class Turn:
     stop: str  # "end": an end token was sampled; "length": the token limit came first
     hint: str | None = None  # what enrichment appended to the observation that this turn answers
     tool_results: list[str] | None = None  # what the called functions returned, where the observation begins with that
+    listed: str | None = None  # what the observation that this turn answers lists as possible
 
 
 @dataclass
@@ -78,13 +80,21 @@ class Trajectory:
 def messages_of(trajectory, chat, history, keep_hints=False):
     """The conversation that the next prompt is made of. An observation is a message of the user, or one of role "tool" for each
     result; a hint stands at the end of the last. Observations that are past are plain (FEE's h_t), or with `keep_hints` as shown."""
-    turns, window = trajectory.turns, math.inf if history == "full" else int(history.partition(":")[2])
+    turns, (kind, _, size) = trajectory.turns, history.partition(":")
+    window = int(size) if size else math.inf
+    gone = max(len(turns) - window, 0) if kind == "recent" else 0  # turns of which no trace is left but their number
+    if kind == "recent" and trajectory.tools:
+        raise BadInput("--history recent:N would drop what a user asks of a model with tools: use full or window:N")
     observations = [trajectory.first_observation, *(turn.observation for turn in turns)]
     if not keep_hints:  # no turn has answered the last one
         observations[:-1] = [o.removesuffix(f"\n{turn.hint}") if turn.hint else o for o, turn in zip(observations, turns)]
+    if kind == "recent":
+        observations[:-1] = [without_list(o, turn.listed) for o, turn in zip(observations, turns)]
+    if gone:  # the last of the turns that are gone has brought what the first action that stays answers
+        observations[0] += f"\n({gone} turn{'s' * (gone > 1)} left out)\n{observations[gone]}"
     messages = [("system", trajectory.system_prompt)] if trajectory.system_prompt else []
     messages.append(("user", observations[0]))
-    for number, (turn, observation) in enumerate(zip(turns, observations[1:]), 1):
+    for number, (turn, observation) in [*enumerate(zip(turns, observations[1:]), 1)][gone:]:
         messages.append(("assistant", chat.history_ids(turn.action_ids)))
         *others, last = turn.tool_results or [""]
         last += observation.removeprefix("\n".join(turn.tool_results or []))
@@ -110,12 +120,13 @@ def rollout(act, chat: Chat, envs: list, requests: list[Request], *, max_turns: 
 
     act: `act(prompts) -> sampled ids` for a batch of prompts (see sampling.py); `act([])` says that all have ended.
     max_turns: actions per episode. max_context: tokens of prompt and action together. history: "full" keeps the conversation;
-    "window:2" leaves out what was observed between the first observation and the last 2 before the current one. keep_hints: past
-    observations keep their hints. An environment that raises, answers out of its contract's types or takes longer than
-    `step_timeout` seconds (0: no limit; in the main thread only) ends its episode alone: end "env_error", reward NaN.
+    "window:2" leaves out what was observed between the first observation and the last 2 before the current one; "recent:2" leaves
+    out the actions of that time too, and the lists (`info["listed"]`) of all past observations, so that prompts stop growing.
+    keep_hints: past observations keep their hints. An environment that raises, answers out of its contract's types or takes longer
+    than `step_timeout` seconds (0: no limit; in the main thread only) ends its episode alone: end "env_error", reward NaN.
     """
-    if history != "full" and not re.fullmatch(r"window:[1-9]\d*", history):
-        raise BadInput(f"history must be full or window:N, got {history!r}")
+    if not re.fullmatch(HISTORY, history):
+        raise BadInput(f"history must be full, window:N or recent:N, got {history!r}")
     if not envs:
         raise ValueError("rollout needs at least one environment")
     results = [Trajectory(r.task, r.group, r.seed, r.enriched) for r in requests]
@@ -164,7 +175,7 @@ def play_turn(env, trajectory, chat, prompt, action_ids, max_turns, step_timeout
         broken(trajectory, error)
     trajectory.turns.append(Turn(prompt, action_ids, action, observation, reward, bool(info.get("valid", False)),
                                  "end" if action_ids and action_ids[-1] in chat.end_ids else "length",
-                                 trajectory.info.get("hint"), info.get("tool_results")))
+                                 trajectory.info.get("hint"), info.get("tool_results"), trajectory.info.get("listed")))
     add_turn(trajectory.rows, prompt, action_ids)
     trajectory.reward += reward
     trajectory.success = bool(info.get("success", False))

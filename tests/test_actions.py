@@ -34,14 +34,14 @@ UNENDED = {
 
 
 class FakeEngine:
-    """A toy in place of ALFWorld's engine: it knows two commands and how often one was given."""
-    state = SimpleNamespace(admissible_commands=["look", "inventory"], feedback="You look.", won=False)
+    """A toy in place of ALFWorld's engine: it knows three commands and how often one was given that is not look."""
+    state = SimpleNamespace(admissible_commands=["look", "inventory", "help"], feedback="You see.", won=False)
     given = 0
 
     def step(self, command):
         known = command in self.state.admissible_commands
-        self.given += known
-        return SimpleNamespace(**vars(self.state) | {"feedback": "You look." if known else "Nothing happens."}), 0.0, False
+        self.given += known and command != "look"
+        return SimpleNamespace(**vars(self.state) | {"feedback": "You see." if known else "Nothing happens."}), 0.0, False
 
 
 @pytest.fixture(params=["keydoor", pytest.param("sciworld", marks=needs_simulator), "alfworld", "my_env"])
@@ -63,7 +63,7 @@ def game(request, monkeypatch):
         monkeypatch.setattr(alfworld, "folder", lambda data: None)
         env = alfworld.ALFWorld()
         env._env, env._state, env._followed, env._done, env._walkthrough = FakeEngine(), FakeEngine.state, 0, False, []
-        game.c, game.other, game.same = "look", "inventory", lambda: env._env.given == 0
+        game.c, game.other, game.same = "inventory", "help", lambda: env._env.given == 0
     else:
         env = MyEnv()
         env.reset(task=MyEnv.tasks("train")[0], seed=0)
@@ -106,6 +106,17 @@ def test_thinking_that_did_not_end_is_an_invalid_action(game, form):  # docs/fau
     assert (UNFINISHED in observation) == (game.name != "my_env")
 
 
+@pytest.mark.parametrize("game", ["alfworld"], indirect=True)
+@pytest.mark.parametrize("text, looked", [
+    ("", True), ("hm", False), ("I see a lot.\nBut what now?", True), ("<action></action>", True), ("<action>inventory", True),
+    ("<think>inventory", True), ("<action>dance</action>", False), ("Action:", True), ("<think>hm</think>", True)])
+def test_what_holds_no_command_is_played_as_look_in_alfworld(game, text, looked):
+    """As in SkillOpt's released code; here it is said, and the turn stays invalid. What is read and not possible does nothing."""
+    observation, reward, info = game.step(text)
+    assert (observation.startswith(alfworld.LOOKED), info["valid"], reward) == (looked, False, 0.0)
+    assert ("You see." in observation, "Nothing happens." in observation) == (looked, not looked) and game.same()
+
+
 def test_a_command_as_it_stands_wins_over_decoration():
     listed = {"1", "> look", "say 2. yes.", "`ls`"}
     for line in listed:
@@ -141,7 +152,8 @@ def test_reading_is_linear_in_the_length():
 @pytest.mark.parametrize("text, content", [
     ("<answer>Bay</answer>", "Bay"), ("so <answer> Bay\n</answer> I think", "Bay"), ("<answer>a</answer><answer>b</answer>", "b"),
     ("Bay", None), ("", None), ("<answer>Bay", None), ("Bay</answer>", None), ("</answer><answer>", None), ("<answer></answer>", ""),
-    ("<answer>a <answer>b</answer>", "b"), ("<ANSWER>Bay</Answer>", "Bay"), ("İ<Answer>İ</ANSWER>", "İ")])
+    ("<answer>a <answer>b</answer>", "b"), ("<answer>Bay</answer></answer>", "Bay"), ("<answer>Bay</answer> <answer>", "Bay"),
+    ("<answer>a</answer><answer>b</answer> </answer>", "b"), ("<ANSWER>Bay</Answer>", "Bay"), ("İ<Answer>İ</ANSWER>", "İ")])
 def test_the_last_complete_tag_counts(text, content):
     assert last_tag(text, ("answer",)) == (None if content is None else ("answer", content))
 
@@ -162,7 +174,9 @@ def question(tmp_path):
 
 
 @pytest.mark.parametrize("text", ["<answer>Bay</answer>", "<ANSWER>bay.</ANSWER>", "<answer>x</answer> No, <Answer>the bay</Answer>",
-                                  "<think>it is <answer>x</answer></think><answer>Bay</answer>", "hm</think>\n<answer>Bay</answer>"])
+                                  "<think>it is <answer>x</answer></think><answer>Bay</answer>", "hm</think>\n<answer>Bay</answer>",
+                                  "<answer>Bay</answer></answer>", "<answer>Bay</answer> So: <answer>", "Bay", "It lies there.\n\nThe Bay.\n\n",
+                                  "<think>x</think>\nbay"])
 def test_searchqa_reads_an_answer(question, text):
     observation, reward, *_, info = question.step(text)
     assert (observation, reward, info["valid"]) == ("Right.", 1.0, True)
@@ -173,7 +187,8 @@ def test_searchqa_reads_an_answer(question, text):
 def test_searchqa_pays_for_no_thought(question, text):  # docs/faults.md, 40
     observation, reward, terminated, _, info = question.step(text)
     assert UNFINISHED in observation and (reward, terminated) == (0.0, True)
-    assert info == {"success": False, "valid": False, "score": 0.0}
+    reference = info.pop("reference")
+    assert info == {"success": False, "valid": False, "score": 0.0} and reference["Answer that was read"] == "none"
 
 
 @needs_bfcl

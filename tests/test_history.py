@@ -1,4 +1,5 @@
-"""What a prompt holds of the past: observations with and without their hints, windows, and the rows that come of it."""
+"""What a prompt holds of the past: observations with and without their hints, windows, the last turns alone, and the rows that
+come of it."""
 import importlib.util
 import os
 import tarfile
@@ -10,14 +11,14 @@ from conftest import ROOT, FakeEnv, FakePolicy, ended, needs_bfcl, needs_simulat
 from test_enrich import ALL, TABLE
 
 from enrich import STRATEGIES, EnrichedEnv, Schedule, walk
-from envs import make_env, select_tasks
+from envs import BadInput, make_env, select_tasks
 from rl.chat import Chat
 from rl.rollout import LEFT_OUT, Request, messages_of, rollout
 from rl.stripped import rebuild_rows
 
 DATA = Path(os.environ.get("SCAFFOLD_FUNNEL_DATA", ROOT.parent / "shared" / "data"))
 MARK = "\u00a7"
-HISTORIES = {"full": 1000, "window:1": 1, "window:2": 2}
+HISTORIES = {"full": 1000, "window:1": 1, "window:2": 2, "recent:1": 1, "recent:2": 2}
 
 
 def reachable(name, *packages):
@@ -107,6 +108,8 @@ def test_the_prompts_that_hold_a_hint(name, request, tmp_path):
             allowed = {number for number in turns if number in window or window == ALL}
             assert hinted == allowed if kind in ("keydoor", "sciworld") else hinted <= allowed  # these always have a hint
             for history, size in HISTORIES.items():
+                if history.startswith("recent") and t.tools:
+                    continue  # refused
                 for n in range(len(t.turns)):
                     so_far = replace(t, turns=t.turns[:n])
                     plain, kept = (messages_of(so_far, chat, history, keep) for keep in (False, True))
@@ -176,3 +179,57 @@ def test_a_window_leaves_out_results_and_no_request(qwen3):
     texts = [text for role, text in messages if role != "assistant"]
     assert texts == [LEFT_OUT] * 4 + ["obs3 wait"] + [LEFT_OUT] * 2 + ["a", "obs5 wait", "a", "obs6 wait"]
     assert all(text == chat.history_ids(t.turns[0].action_ids) for role, text in messages if role == "assistant")
+
+
+# The last turns alone
+
+class Listing(FakeEnv):
+    """Fake: lists in each observation what can be done."""
+
+    def reset(self, *, task, seed):
+        observation, info = super().reset(task=task, seed=seed)
+        return f"{observation}\nCommands: a0.", info | {"listed": "Commands: a0."}
+
+    def step(self, action):
+        observation, *rest, info = super().step(action)
+        listed = f"Commands: a{self.turn}."
+        return f"{observation}\n{listed}", *rest, info | {"listed": listed}
+
+
+def test_recent_turns_are_whole_and_older_ones_are_gone(word_chat):
+    """The last N actions, each with the observation that it answers; of what came between these and the first observation a number;
+    lists of commands in the current observation alone."""
+    answers = [ended(word_chat, word) for word in ("alpha", "beta", "gamma", "delta")]
+    [t] = play(word_chat, FakePolicy(*answers), "wait wait wait wait", env=Listing)
+    words = {1: ["alpha"], 2: ["alpha", "beta"], 3: ["beta", "gamma"], 4: ["gamma", "delta"]}
+    for number in range(5):
+        (_, first), *rest = messages_of(replace(t, turns=t.turns[:number]), word_chat, "recent:2")[1:]
+        assert [role for role, _ in rest] == ["assistant", "user"] * min(number, 2)
+        said = [word_chat.tokenizer.decode(ids) for role, ids in rest if role == "assistant"]
+        assert said == words.get(number, [])
+        told = [text for role, text in rest if role == "user"]
+        assert told[:-1] == [f"obs{n} wait" for n in range(max(1, number - 1), number)]
+        assert number == 0 or told[-1] == f"obs{number} wait\nCommands: a{number}."
+        gone = {3: "\n(1 turn left out)\nobs1 wait", 4: "\n(2 turns left out)\nobs2 wait"}.get(number, "")
+        assert first == f"You see a door 0.{gone}" + "\nCommands: a0." * (number == 0)
+    full = messages_of(t, word_chat, "full")
+    assert sum("Commands:" in text for _, text in full if isinstance(text, str)) == 5  # as before there
+    assert t.turns[1].listed == "Commands: a1." and t.info["listed"] == "Commands: a4."
+
+
+def test_rows_of_recent_turns_grow_linearly(word_chat):
+    def tokens(history, turns):
+        [t] = play(word_chat, FakePolicy(ended(word_chat, "go wait go wait go wait")), " ".join(["wait"] * 40), max_turns=turns,
+                   history=history, max_context=10 ** 6)
+        assert rebuild_rows(t, word_chat, history) == t.rows
+        return sum(len(row.ids) for row in t.rows), max(len(turn.prompt_ids) for turn in t.turns)
+
+    (short, prompt), (long, longest) = tokens("recent:3", 20), tokens("recent:3", 40)
+    assert 1.8 < long / short < 2.2 and longest <= prompt + 1  # the number of turns may be a word more
+    assert tokens("window:3", 40)[0] / tokens("window:3", 20)[0] > 2.5
+
+
+def test_recent_turns_and_tools_exclude_each_other(qwen3):
+    chat = Chat(qwen3)
+    with pytest.raises(BadInput, match="recent:N would drop what a user asks"):
+        play(chat, FakePolicy(ended(chat)), "wait wait", env=Called, history="recent:1")

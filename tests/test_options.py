@@ -17,7 +17,7 @@ from test_plan import TINY
 BAD = [(["--group", "1"], "at least two|at least 2"), (["--steps", "0"], "steps"), (["--steps", "-3"], "steps"),
        (["--steps", "x"], "steps"), (["--lr", "0"], "lr"), (["--lora-rank", "0"], "lora-rank"), (["--bits", "3"], "bits"),
        (["--temperature", "0"], "temperature"), (["--temperature", "-1"], "temperature"), (["--history", "window:0"], "history"),
-       (["--history", "all"], "history"), (["--enrich-history", "all"], "enrich-history"), (["--env", "nope"], "nope"), (["--model", "./nope"], "no folder"),
+       (["--history", "all"], "history"), (["--history", "recent:0"], "history"), (["--enrich-history", "all"], "enrich-history"), (["--env", "nope"], "nope"), (["--model", "./nope"], "no folder"),
        (["--model", "tests"], "config.json"), (["--adapter", "./nope"], "adapter"), (["--tasks", "oak"], "oak"),
        (["--env-options", "stages=0"], "stages"), (["--env-options", "doors=2"], "doors"), (["--env-options", "x"], "key=value"),
        (["--frobnicate", "3"], "frobnicate"), (["--max-context", "20"], "max-context"), (["--optimizer", "sgd"], "optimizer"),

@@ -94,7 +94,7 @@ def test_one_prompt_too_long_is_context_full_all_too_long_is_bad_input(word_chat
         refuse_if_hopeless(play(word_chat, act, "long win", "long win", **limits), 100)
 
 
-@pytest.mark.parametrize("history", ["", "window", "window:0", "window:-1", "window:2x", "all"])
+@pytest.mark.parametrize("history", ["", "window", "recent", "recent:0", "window:0", "window:-1", "window:2x", "all"])
 def test_unknown_history_is_refused(word_chat, history):
     with pytest.raises(BadInput, match="history"):
         play(word_chat, FakePolicy(ended(word_chat)), "win", history=history)
@@ -155,7 +155,7 @@ def test_sampled_ids_survive_a_tokenizer_that_does_not_round_trip(toy):  # docs/
 
 
 @every_tokenizer
-@pytest.mark.parametrize("history", ["full", "window:2"])
+@pytest.mark.parametrize("history", ["full", "window:2", "recent:2"])
 def test_rows_hold_each_turn_as_it_was_sampled(tokenizer, history):  # docs/faults.md, 15, 16
     chat = Chat(tokenizer)
     [t] = play(chat, FakePolicy(ended(chat, "open door"), list(chat.text_ids("go"))), "wait wait wait win", history=history)
@@ -228,7 +228,7 @@ def test_a_window_shows_its_past_observations_the_current_one_and_all_actions(wo
             assert any(turn.prompt_ids[k:k + len(earlier.action_ids)] == earlier.action_ids for k in range(len(turn.prompt_ids)))
 
 
-@pytest.mark.parametrize("history", ["full", "window:2"])
+@pytest.mark.parametrize("history", ["full", "window:2", "recent:2"])
 def test_batched_episodes_are_those_played_one_by_one(base, word_chat, history):  # docs/faults.md, 20
     act = sampler(base, word_chat, temperature=0, max_new_tokens=8)
     requests = [Request(task, n, n) for n, task in enumerate(KeyDoor.tasks("train")[:6])]

@@ -1,7 +1,9 @@
 """SearchQA: the score, the data in every form, hostile texts, the search, hints that change nothing."""
 import importlib.util
 import json
+import lzma
 import os
+import re
 import sys
 import time
 from pathlib import Path
@@ -14,8 +16,8 @@ ROOT = Path(__file__).parent.parent
 sys.path[:0] = [str(ROOT)]
 from enrich import EnrichedEnv, Schedule, walk
 from envs import BadInput, make_env, searchqa, select_tasks
-from envs.action import last_tag
-from envs.searchqa import SearchQA, exact_match, f1, normalise
+from envs.action import after_thinking
+from envs.searchqa import SearchQA, exact_match, f1, normalise, whole_documents
 
 MULTIHOP = Path(os.environ.get("SCAFFOLD_FUNNEL_DATA", ROOT.parent / "shared" / "data")) / "multihop_qa.json"
 needs_multihop = pytest.mark.skipif(not MULTIHOP.exists(),
@@ -49,6 +51,11 @@ def data(tmp_path):
 def start(task, **options):
     env = make_env("searchqa", options)
     return env, *env.reset(task=task, seed=0)
+
+
+def judged(info):
+    """An info without its reference."""
+    return {key: value for key, value in info.items() if key != "reference"}
 
 
 def one_line(match, call):
@@ -89,20 +96,63 @@ def test_one_answer_ends_it_with_exact_match_as_reward_and_f1_as_score(data):
     assert observation.startswith("Context:\nIron key: The iron") and observation.endswith("gold key live?")
     assert env.max_turns == 1 and "<answer>" in env.system_prompt and info == {"success": False, "valid": True, "score": 0.0}
     won = env.step("He lived there: <answer>the bay</answer>")
-    assert won[1:] == (1.0, True, False, {"success": True, "valid": True, "score": 1.0})
+    assert won[1:4] == (1.0, True, False) and judged(won[4]) == {"success": True, "valid": True, "score": 1.0}
+    assert won[4]["reference"] == {"Question": observation.partition("Question: ")[2], "Right answers": "Bay; the Bay",
+                                   "Answer that was read": "the bay", "Exact match": 1, "F1": 1.0}
     with pytest.raises(RuntimeError, match="reset"):
         env.step("x")
     env.reset(task="hand/a", seed=0)
     _, reward, terminated, _, info = env.step("<answer>Bay village</answer>")
-    assert (reward, terminated, info) == (0.0, True, {"success": False, "valid": True, "score": pytest.approx(2 / 3)})
+    assert (reward, terminated, judged(info)) == (0.0, True, {"success": False, "valid": True, "score": pytest.approx(2 / 3)})
     env.reset(task="hand/a", seed=0)
-    _, reward, terminated, _, info = env.step("Bay")
-    assert (reward, terminated, info) == (0.0, True, {"success": False, "valid": False, "score": 0.0})
+    _, reward, terminated, _, info = env.step(" \n ")
+    assert (reward, terminated, judged(info)) == (0.0, True, {"success": False, "valid": False, "score": 0.0})
+
+
+@pytest.mark.parametrize("text, answer", [
+    ("<answer>Bay</answer>", "Bay"), ("<ANSWER> Bay\n</Answer> that is it", "Bay"), ("<answer>x</answer> no, <answer>Bay</answer>", "Bay"),
+    ("<answer>Bay</answer></answer>", "Bay"), ("<answer>Bay</answer> <answer>", "Bay"), ("<answer></answer>", ""), ("Bay", "Bay"),
+    ("Let me see.\nIt is here.\n\n  Bay  \n\n", "Bay"), ("<answer>Bay", "<answer>Bay"), ("so Bay</answer>", "so Bay</answer>"),
+    ("a\r\nb", "b"), ("<answer>two\nlines</answer>", "two\nlines"), ("Final: Bay.", "Final: Bay.")])
+def test_the_answer_that_is_read_is_the_released_scorers(data, text, answer):
+    """SkillOpt's: the last pair of tags in any case, else the last line that is not empty."""
+    found = re.findall("(?is)<answer>(.*?)</answer>", text)
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    assert answer == (found[-1].strip() if found else lines[-1])
+    env, *_ = start("hand/a", data=data)
+    info = env.step(text)[4]
+    assert info["reference"]["Answer that was read"] == (answer or "none") and info["valid"]
+    assert (info["success"], info["score"]) == (exact_match(answer, ["Bay"]), pytest.approx(f1(answer, ["Bay", "the Bay"])))
 
 
 def test_the_context_ends_at_6000_characters(data):
     _, observation, _ = start("searchqa/c", data=data)
     assert len(observation) == len("Context:\n") + 6000 + len("\n\nQuestion: What is a door?")
+
+
+def released_cut(context, most=6000):
+    """What SkillOpt's released code shows of a context, by its rule: documents from the first on while they fit."""
+    if len(context) <= most:
+        return context
+    shown = ""
+    for document in context.split("[DOC]"):
+        longer = f"{shown}[DOC]{document}" if shown else document
+        if len(longer) > most:
+            break
+        shown = longer
+    return shown or context[:most]
+
+
+@pytest.mark.parametrize("sizes", [[5990], [5995], [6000], [6001], [7000, 10], [2000, 2000, 2000, 2000], [1990, 1990, 2010], [1990, 1990, 2011],
+                                   [10] * 900, [3000, 2995], [3000, 2994, 1], [1, 6500]])
+@pytest.mark.parametrize("begin", ["[DOC]", ""])
+def test_a_context_is_cut_at_a_documents_border(sizes, begin):
+    """Beside the released rule, which drops the first mark where it cuts; no document is cut in two that is not the first."""
+    context = begin + "[DOC]".join(f"{'x' * size}" for size in sizes)
+    shown = whole_documents(context)
+    assert shown.removeprefix("[DOC]")[:6000] == released_cut(context).removeprefix("[DOC]")[:6000]
+    assert len(shown.removeprefix("[DOC]")) <= 6000 and context.startswith(shown)
+    assert shown == context or context[len(shown):].startswith("[DOC]") or "[DOC]" not in shown[5:]
 
 
 def test_gold_actions_win_and_hints_never_tell_the_answer(data):
@@ -140,7 +190,8 @@ def test_hostile_questions_and_outputs_never_crash(tmp_path):
 def test_any_output_is_judged(data, output):
     env, *_ = start("hand/a", data=data)
     _, reward, terminated, truncated, info = env.step(output)
-    right = info["valid"] and normalise(last_tag(output, ("answer",))[1]) == "bay"
+    right = info["valid"] and normalise(info["reference"]["Answer that was read"]) == "bay"
+    assert info["valid"] == bool((after_thinking(output) or "").strip())
     assert terminated and not truncated and reward == info["success"] == right
 
 
@@ -283,9 +334,10 @@ def test_search_then_answer(data):
     assert observation == "Question: Where did the man who lost the gold key live?" and env.max_turns == 6
     text, reward, terminated, truncated, info = env.step("I look. <search>lost gold key</search>")
     assert text == "[Gold key] The gold key was lost by Mr Elm in 1912.\nTurns left: 5."
-    assert (reward, terminated, truncated, info) == (0.0, False, False, {"success": False, "valid": True, "score": 0.0})
+    assert (reward, terminated, truncated, judged(info)) == (0.0, False, False, {"success": False, "valid": True, "score": 0.0})
     assert env.step("<search>Mr Elm</search>")[0].startswith("[Mr Elm]")
-    assert env.step("<answer>Bay</answer>")[1:] == (1.0, True, False, {"success": True, "valid": True, "score": 1.0})
+    *won, info = env.step("<answer>Bay</answer>")
+    assert won[1:] == [1.0, True, False] and judged(info) == {"success": True, "valid": True, "score": 1.0}
 
 
 @needs_search

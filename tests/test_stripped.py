@@ -39,7 +39,7 @@ def gold_policy(chat):
     return lambda env: lambda prompts: [[*chat.text_ids(env.gold_action()), chat.tokenizer.eos_token_id] for _ in prompts]
 
 
-@pytest.mark.parametrize("history", ["full", "window:1", "window:2"])
+@pytest.mark.parametrize("history", ["full", "window:1", "window:2", "recent:1", "recent:2"])
 def test_stripped_rows_are_those_of_a_rollout_without_hints(word_chat, history):
     task = KeyDoor.tasks("train")[0]
     hinted, plain = both_ways(word_chat, KeyDoor, task, history, gold_policy(word_chat))
@@ -52,7 +52,7 @@ def test_stripped_rows_are_those_of_a_rollout_without_hints(word_chat, history):
     assert sum(sum(row.mask) for row in rows) == hinted.length
 
 
-@pytest.mark.parametrize("history", ["full", "window:2"])
+@pytest.mark.parametrize("history", ["full", "window:2", "recent:2"])
 @pytest.mark.parametrize("tokenizer", ["toy", "qwen3", "qwen3_5", "smollm2_tokenizer"], indirect=True)
 def test_stripped_rows_keep_the_sampled_ids_whatever_they_are(tokenizer, history):
     chat = Chat(tokenizer, thinking=True)
@@ -80,7 +80,7 @@ def config_for(context, history="full", **more):
     return Config(enrich="ag-always", enrich_train_context=context, history=history, temperature=0.7, **more)
 
 
-@pytest.mark.parametrize("history", ["full", "window:1"])
+@pytest.mark.parametrize("history", ["full", "window:1", "recent:1"])
 def test_each_train_context(policy, word_chat, history):
     batch = hinted_batch(word_chat, history)
     stripped = train_context(config_for("stripped", history), batch, word_chat, policy)

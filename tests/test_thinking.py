@@ -69,7 +69,7 @@ class Door(FakeEnv):
         return ("Right." if right else "What?"), float(right), right, False, {"success": right, "valid": right}
 
 
-@pytest.mark.parametrize("history", ["full", "window:2"])
+@pytest.mark.parametrize("history", ["full", "window:2", "recent:2"])
 @pytest.mark.parametrize("tokenizer", ["qwen3", "qwen3_5"], indirect=True)
 def test_an_unended_thought_is_paid_nothing_and_stays_out_of_later_prompts(tokenizer, history):  # docs/faults.md, 40
     chat = Chat(tokenizer, thinking=True)

@@ -22,7 +22,7 @@ class ShowOptions(Environment, Hints):
     picture: str = option("schedule.png", "where the picture of the schedule goes")
     prompts: bool = option(False, "print the episode's prompts instead, as the policy of --model reads them, and its rows")
     model: str = option("tiny", "for --prompts: a folder with a tokenizer (no weights are read), a model on the hub, or tiny")
-    history: str = option("full", "for --prompts: full or window:N, as in training")
+    history: str = option("full", "for --prompts: full, window:N or recent:N, as in training")
     thinking: bool = option(False, "for --prompts: of a model that thinks")
 
 
