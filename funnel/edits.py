@@ -265,13 +265,14 @@ def parse_edits(answer, most):
             reason = f"op is not one of {', '.join(OPS)}"
         elif not all(isinstance(item.get(key), str) and item[key].strip() for key in needs):
             reason = f"{op} needs {' and '.join(needs)} as text"
-        elif any(unicodedata.category(c) in ("Cc", "Cs") and c not in "\n\t" for key in needs for c in item[key]):
+        elif any(unicodedata.category(c) in ("Cc", "Cs") and c not in "\n\t" for key in needs for c in item[key].replace("\r\n", "\n")):
             reason = "it holds a control character"
         elif len(edits) >= most:
             reason = f"over the budget of {most} edits"
         else:
-            support = re.fullmatch(r"\d{1,4}", str(item.get("support", "")).strip())
-            edits.append({"op": op, **{key: item[key].strip() for key in needs}, **({"support": int(support[0])} if support else {})})
+            support = re.fullmatch(r"\d{1,4}", str(item.get("support", item.get("support_count", ""))).strip())
+            texts = {key: item[key].replace("\r\n", "\n").strip("\n").rstrip() for key in needs}
+            edits.append({"op": op, **texts, **({"support": int(support[0])} if support else {})})
             continue
         lost.append(dropped(item, reason))
     return edits, lost

@@ -7,7 +7,7 @@ from rl.options import Learning, option
 
 CHOICES = {"mode": ("full", "state-only", "policy-only"), "select": ("both", "new", "persistent", "all", "random"),
            "token_weights": ("jsd", "uniform"), "label": ("gain", "success"), "rl_loss": ("grpo", "dapo", "gspo"),
-           "state_place": ("", "prompt", "observation"), "policy_gate": ("keep", "rise"), "editor": ("count", "model"),
+           "state_place": ("", "prompt", "observation"), "policy_gate": ("keep", "rise"), "editor": ("", "count", "model"),
            "teacher_bits": (0, 4, 16, 32)}
 
 
@@ -21,12 +21,13 @@ class FunnelOptions(Learning):
     state: str = option("", "a file to start the state from (nothing: an empty state)")
     state_place: str = option("", "prompt: after the system prompt; observation, ours: an entry is quoted under the "
                                   "observation that it is about (default: prompt, with tiny: observation)")
-    state_limit: int = option(4000, "characters of a state at most; an edit that goes over it is refused")
+    state_limit: int = option(16_000, "characters of a state at most; an edit that goes over it is refused")
     reflection_batch: int = option(64, "training tasks played for reflection in a round")
-    editor: str = option("count", "count: counts commands of the built-in game; model: a language model")
+    editor: str = option("", "model: a language model; count: counts commands of the built-in game, and the default there")
     editor_model: str = option("", "the model of --editor model (default: the policy's base model)")
-    editor_tokens: int = option(512, "tokens of an answer of the editor at most")
-    editor_characters: int = option(1500, "characters of an episode that the editor is shown")
+    editor_tokens: int = option(2048, "tokens of an answer of the editor at most: an analysis, then edits")
+    editor_characters: int = option(12_000, "characters of an episode that the editor is shown; the middle of a longer one is left out")
+    lite: bool = option(False, "SkillOpt-Lite: no edit budget, no merge, no ranking, rejected edits are not shown")
     edits_first: int = option(4, "edits in the first round at most")
     edits_last: int = option(2, "edits in the last round at most (in between the number falls along half a cosine)")
     # Phase II
@@ -67,6 +68,9 @@ def with_defaults(config):
         raise BadInput("nothing would be trained: --rl-weight 0 leaves the distillation alone, and there is none")
     if config.env == "keydoor" and not config.env_options:
         config.env_options = ["colours=4"]  # a rule worth writing down: plain RL learns it badly
+    config.editor = config.editor or ("count" if config.env == "keydoor" else "model")
+    if config.editor == "count" and config.env != "keydoor" and config.mode != "policy-only":
+        raise BadInput(f"--editor count can only count commands of the built-in game, keydoor, not of {config.env}: pass --editor model")
     config.state_place = config.state_place or ("observation" if config.model == "tiny" else "prompt")
     config.out = config.out or f"runs/{config.env}__distill__{config.mode}__{config.seed}"
     return config

@@ -20,10 +20,10 @@ import grpo
 import gspo
 from distill import select, transitions
 from envs import DoesNotFit
-from funnel.editors import propose_edits
+from funnel.editors import check_editor, propose_edits
 from funnel.results import draw_rounds, round_table
 from funnel.run import Run, finished_phases
-from funnel.state import apply_edits, edit_budget, entries, read_state
+from funnel.state import apply_edits, edit_budget, entries, read_state, without_entries
 from funnel.teacher import add_likely_tokens, check_tokenizer, consult, distillation_gradient, load_items, save_items, weigh
 from rl.evaluation import fixed_tasks, success_table
 from rl.logs import read, record
@@ -78,6 +78,7 @@ def start(run):
     config, model = run.config, run.load()
     if config.teacher not in ("self", "none"):
         check_tokenizer(config.teacher, run.chat.tokenizer)
+    check_editor(run)
     if config.warm_start:
         warm_up(config, model, run.chat, run.options, run.tasks["train"], run.limits)
     run.save(0)
@@ -96,7 +97,8 @@ def evolve_state(run, k, policy, state):
     tasks = run.sample_tasks(f"reflection {k}", config.reflection_batch)
     batch = run.play(k, policy, "reflection", tasks, state)
     written = [*run.results("start"), *run.results("state")]
-    rejected = [edit for row in written[1:] for edit in row["rejected_edits"]]
+    rejected = [{"edits": row["rejected_edits"], "before": row["success_before"], "after": row["success_after"]}
+                for row in written[1:] if row["rejected_edits"]]
     edits, dropped = propose_edits(run, policy, [t for t in batch if t.end != "env_error"], state,
                                    edit_budget(k, config.rounds, config.edits_first, config.edits_last), rejected)
     candidate, applied, refused = apply_edits(state, edits, config.state_limit)
@@ -264,7 +266,7 @@ def residual_state(run, policy, state) -> str:
     full = run.success("valid", policy, state)["success"]
 
     def retire(kept, group):
-        without = "\n".join(line for line in kept.splitlines() if line not in group).strip()
+        without = without_entries(kept, group)
         if run.success("valid", policy, without)["success"] >= full:
             return without
         if len(group) < 2:

@@ -20,6 +20,8 @@ sys.path[:0] = [str(ROOT)]
 from enrich import EnrichedEnv, Schedule, walk
 from envs import BadInput, alfworld, make_env, select_tasks
 from envs.alfworld import TASK_TYPES, ALFWorld
+from rl.chat import Chat
+from rl.rollout import Request, rollout
 
 ARCHIVE = Path(os.environ.get("SCAFFOLD_FUNNEL_DATA", ROOT.parent / "shared" / "data")) / "alfworld_games.tar.xz"
 needs_engine = pytest.mark.skipif(
@@ -173,10 +175,11 @@ def test_the_walkthrough_is_rewarded_once_at_its_end(env, tasks, kind):
 def test_an_invalid_command_is_told_changes_nothing_and_never_crashes(env, tasks):
     _, info = env.reset(task=tasks["pick_heat_then_place_in_recep"], seed=0)
     fact = env.observation_enrichment()
-    for text in ("", "dance", "go to", "GO TO MOON 1", "x" * 100_000, "\x00", "\ud800", "{r.name}", "#look.feedback#", "☃",
-                 "__import__('os')", "open fridge 1", "<action></action>"):
+    for text in ("dance", "go to", "GO TO MOON 1", "x" * 100_000, "\x00", "\ud800", "{r.name}", "#look.feedback#", "☃",
+                 "__import__('os')", "open fridge 1", "<action>dance</action>", "", "hm\nwell", "<action>go to fridge 1", "<think>look"):
         observation, reward, terminated, truncated, after = env.step(text)
-        assert observation.startswith("Nothing happens.") and len(observation) < 3000
+        looked = text in ("", "hm\nwell", "<action>go to fridge 1", "<think>look")  # no command in it
+        assert observation.startswith(f"{alfworld.LOOKED}\nYou are" if looked else "Nothing happens.") and len(observation) < 3000
         assert (reward, terminated, truncated, after) == (0.0, False, False, info | {"valid": False})
         assert env.observation_enrichment() == fact
     assert env.step("Go To Fridge 1")[4]["valid"]
@@ -189,7 +192,8 @@ def test_what_each_level_of_admissible_shows(env, data, tasks):
     assert all(command in text for command in info["admissible"]) and "go to PLACE" not in env.system_prompt
     bare = make_env("alfworld", {"data": data, "admissible": "none"})
     text, same = bare.reset(task=task, seed=0)
-    assert same == info and "Commands:" not in text and "go to PLACE" in bare.system_prompt
+    assert "listed" not in same and same == {key: value for key, value in info.items() if key != "listed"} and "Commands:" not in text
+    assert "go to PLACE" in bare.system_prompt
     verbs = {command.split()[0] for turn in gold(bare, task) for command in turn[3]["admissible"]}
     assert {verb for verb in verbs if verb not in bare.system_prompt} == {"help"}
     bare.close()
@@ -279,6 +283,87 @@ def test_grounding_once_gives_the_packages_own_game(env, data, tasks):
             assert observation.startswith(state.feedback.strip())
         sys.argv = argv
     assert alfworld.ground.cache_info().misses == 2
+
+
+# --- published lists, histories, reflection ----------------------------------------------------------------------
+
+def write_lists(folder, **splits):
+    for name, files in splits.items():
+        (folder / name).mkdir(parents=True, exist_ok=True)
+        (folder / name / "items.json").write_text(json.dumps([
+            {"id": f"{name}:{n:04d}", "gamefile": str(file), "task_type": "any"} for n, file in enumerate(files)]))
+    return str(folder)
+
+
+def test_published_lists_of_games_by_path(data, tmp_path):
+    """SkillOpt's form: relative paths from the folder above json_2.1.1, whatever split they come from, in their order."""
+    root = alfworld.folder(data)
+    found = {split: alfworld.games(root, split) for split in ("train", "valid", "test")}
+    chosen = {"train": list(found["train"])[5:2:-1], "val": list(found["valid"])[:2], "test": list(found["test"])[7:9]}
+    files = {name: ["json_2.1.1" / found[{"val": "valid"}.get(name, name)][task].relative_to(root) for task in tasks]
+             for name, tasks in chosen.items()}
+    paths = write_lists(tmp_path / "lists", **files)
+    options = {"data": data, "paths": paths}
+    assert [select_tasks("alfworld", split, None, options) for split in ("train", "valid", "test")] == list(chosen.values())
+    absolute = write_lists(tmp_path / "absolute", train=[f"/elsewhere/{file}" for file in files["train"]])
+    assert ALFWorld.tasks("train", data=data, paths=absolute) == chosen["train"]
+    one_line("val/items.json", lambda: ALFWorld.tasks("valid", data=data, paths=absolute))
+    gone = write_lists(tmp_path / "gone", train=["json_2.1.1/train/look_at_obj_in_light-X-None-Y-1/trial_T1/game.tw-pddl"])
+    one_line("1 of the 1 games.*alfworld-download", lambda: ALFWorld.tasks("train", data=data, paths=gone))
+    for number, bad in enumerate(("{", "[3]", '[{"id": "x"}]', '[{"gamefile": "x"}]', '[{"gamefile": "a/b/c/d"}]')):
+        (tmp_path / f"{number}" / "train").mkdir(parents=True)
+        (tmp_path / f"{number}" / "train" / "items.json").write_text(bad)
+        one_line("train/items.json, a list of records", lambda: ALFWorld.tasks("train", data=data, paths=str(tmp_path / f"{number}")))
+
+
+@needs_engine
+def test_a_listed_game_is_played_and_another_is_unknown(data, tasks, tmp_path):
+    root, (one, other) = alfworld.folder(data), list(tasks.values())[:2]
+    file = "json_2.1.1" / alfworld.games(root, "test")[one].relative_to(root)
+    env = make_env("alfworld", {"data": data, "paths": write_lists(tmp_path, train=[file], val=[], test=[])})
+    assert "Your task is to" in env.reset(task=one, seed=0)[0]
+    one_line("unknown task", lambda: env.reset(task=other, seed=0))
+    env.close()
+
+
+def fifty_turns(env, chat, task, how):
+    """An episode of random admissible play with actions as long as the default allows, or of gold play."""
+    rng, most = random.Random(task), ALFWorld.defaults["max_new_tokens"]
+    reasoning = list(chat.text_ids("I looked there and saw nothing of use, so the next place is worth a try. " * 60))
+
+    def act(prompts):
+        answers = []
+        for _ in prompts:
+            listed = env._state.admissible_commands
+            command = env.gold_action() if how == "gold" else rng.choice([*listed, "dance", "hm\nwell"])
+            tail = [*chat.text_ids(f"\n<action>{command}</action>"), chat.tokenizer.eos_token_id]
+            answers.append(reasoning[:most - len(tail)] + tail)
+        return answers
+
+    [t] = rollout(act, chat, [env], [Request(task)], max_turns=env.max_turns, max_new_tokens=most,
+                  max_context=ALFWorld.defaults["max_context"] - 3500, history=ALFWorld.defaults["history"])
+    return t
+
+
+@needs_engine
+@pytest.mark.parametrize("how", ["random", "gold"])
+def test_fifty_turns_fit_by_default_and_reflection_holds_them(env, data, tasks, qwen3, how):
+    """With 3,500 tokens to spare for a state. Reflection: every command and what came of it, no list, no reasoning."""
+    chat = Chat(qwen3)
+    t = fifty_turns(env, chat, tasks["pick_clean_then_place_in_recep"], how)
+    assert (t.end, len(t.turns)) == ("turn_limit", 50) if how == "random" else t.end == "success"
+    sizes = [len(turn.prompt_ids) for turn in t.turns]
+    assert max(sizes) < 4000 and len(t.rows) >= len(t.turns) - 5
+    prompts = [chat.tokenizer.decode(turn.prompt_ids) for turn in t.turns]
+    assert [prompt.count("Commands:") for prompt in prompts] == [1] * len(prompts)
+    text = env.reflection(t)
+    assert len(text) < 6000 and "Commands:" not in text and "the next place" not in text and "Available commands" not in text
+    lines = text.splitlines()
+    assert [line[2:] for line in lines if line.startswith("> ")] == [
+        command if (command := alfworld.parse_action(turn.action, alfworld.COMMAND.fullmatch)) else line for turn, line in zip(
+            t.turns, ["(no command) " + turn.action[-100:].strip() for turn in t.turns])]
+    for turn in t.turns:
+        assert turn.observation.split("\nCommands:")[0].split("\nAvailable")[0] in text or "Available" in turn.observation
 
 
 # --- hints -------------------------------------------------------------------------------------------------------

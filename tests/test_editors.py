@@ -1,12 +1,16 @@
 """funnel/editors.py: the counting editor and the language model as editor."""
+import json
 import random
 from types import SimpleNamespace
 
 import pytest
-from conftest import edit
+from conftest import edit, tiny_qwen3
 
+from envs import BadInput, Env
 from envs.keydoor import METALS, KeyDoor, lock_metal
-from funnel.editors import count_edits, model_edits
+from funnel.counting import count_edits
+from funnel.editors import (check_editor, context, cut, distinct, merge, model_edits, one_a_line, packed, propose_edits,
+                            reflection_system, shown)
 from funnel.state import StateEnv
 from rl.rollout import Trajectory, Turn
 
@@ -92,52 +96,166 @@ def test_the_counting_editor_does_not_read_its_own_notes():
 
 # The language model
 
-def words_episode(n, success):
-    return SimpleNamespace(first_observation=f"You see {n}.", success=success,
-                           turns=[SimpleNamespace(action=f"go {n}", observation="x" * 3000, valid=True)])
+class Shop(Env):
+    system_prompt, analyst_note = "Buy what is asked for.", "Prices are in dollars."
+
+    def reflection(self, trajectory):
+        return f"{trajectory.first_observation}\n{'x' * 3000}\nThe right answer was {trajectory.task}."
+
+
+def episode(n, success, **more):
+    turns = [Turn([], [], f"go {n}", "You went.", 0.0, True, "end")]
+    return Trajectory(f"task-{n}", n, n, False, first_observation=f"You see {n}.", turns=turns, success=success, **more)
+
+
+def answer(*edits):
+    return json.dumps({"analysis": "Well.", "failures": [{"kind": "lost", "count": 2}], "edits": list(edits)})
+
+
+def asking(reply):
+    """An editor of prompts: what it is asked comes into `asked`, a list for each call; reply(system, user) is its answer."""
+    asked = []
+
+    def ask(prompts):
+        asked.append(prompts)
+        return [reply(*prompt) for prompt in prompts]
+
+    return ask, asked
+
+
+def stage(system):
+    return "rank" if "Rank the numbered" in system else "merge" if "Several reviewers" in system else "reflect"
 
 
 def test_the_model_reflects_on_failures_and_successes_apart_then_merges_then_ranks():
-    asked = []
+    def reply(system, user):
+        if stage(system) == "rank":
+            return '{"analysis": "[0] is vague.", "order": [3, 1, 99]}'
+        if stage(system) == "merge":
+            return "no idea"
+        return answer(*[edit("append", content=f"- {user.count('### Episode')} {'failed in' in system or 'failed.' in system} {n}")
+                        for n in range(2)])
 
-    def ask(prompts):
-        asked.append(prompts)
-        if "Rank" in prompts[0][0]:
-            return ["[3, 1, 99, true]"]
-        return [str([edit("append", content=f"{len(asked)} {i} {n}") for n in range(2)]).replace("'", '"')
-                if "Merge" not in system else "no idea" for i, (system, _) in enumerate(prompts)]
-
-    episodes = [words_episode(n, success=n % 4 == 0) for n in range(40)]  # 30 failures, 10 successes
-    rejected = [edit("append", content="Bad idea.")]
-    edits, dropped = model_edits(ask, episodes, "- Old.", 2, rejected)
-    reflections = asked[0]
-    assert len(reflections) == 4 + 2  # eight at a time
-    for system, user in reflections:
-        kinds = {line.split("(")[1][:7] for line in user.splitlines() if line.startswith("Episode")}
-        assert kinds == ({"failure"} if "failed in the episodes" in system else {"success"})
-        assert 1 <= user.count("Episode (") <= 8 and "Bad idea." in user and "- Old." in user and len(user) < 8 * 1700
-    assert [len(prompts) for prompts in asked] == [6, 3, 3, 1, 1, 1, 1, 1]  # a tree of merges, each asked for twice, then the ranking
-    assert [change["content"] for change in edits] == ["1 1 1", "1 0 1"]
-    assert sum(row["reason"] == "over the budget of 2 edits" for row in dropped) == 10
-    assert sum("no JSON list" in row["reason"] for row in dropped) == 10
+    ask, asked = asking(reply)
+    episodes = [episode(n, success=n % 10 == 0) for n in range(100)]  # 90 failures, 10 successes
+    rejected = [{"edits": [edit("append", content="- Bad idea.")], "before": 0.5, "after": 0.25}]
+    edits, dropped = model_edits(ask, Shop(), episodes, "- Old.", 2, rejected, most=1000)
+    for system, user in asked[0] + asked[5]:
+        kinds = {line.split("(")[1][:7] for line in user.splitlines() if line.startswith("### Episode")}
+        assert kinds == ({"failure"} if "failed" in system else {"success"})
+        assert 1 <= user.count("### Episode") <= 8 and len(user) < 8 * 1200 + 600
+    assert [(len(prompts), stage(prompts[0][0])) for prompts in asked] == [
+        (12, "reflect"), (2, "merge"), (2, "merge"), (1, "merge"), (1, "merge"),  # 90 failures: 12 lists, 2, 1; each asked for twice
+        (2, "reflect"), (1, "merge"), (1, "merge"), (1, "merge"), (1, "merge"), (1, "rank")]
+    assert [prompts[1].count("### List") for prompts in asked[1]] == [8, 4]
+    final = asked[-2][0]
+    assert "List 1 corrects failures" in final[0] and final[1].count("### List") == 2
+    assert len(edits) == 2 and sum("no JSON list" in row["reason"] for row in dropped) == 2 * 5
+    numbered = asked[-1][0][1].partition("## Numbered edits")[2].strip().splitlines()
+    assert [json.loads(numbered[n].partition(": ")[2]) for n in (3, 1)] == edits  # the order that was asked for
+    assert sum(row["reason"] == "over the budget of 2 edits" for row in dropped) == len(numbered) - 2
 
 
-@pytest.mark.parametrize("answer", ["", "nonsense", "[[[[", "[]"])
-def test_a_model_without_an_idea_edits_nothing(answer):
-    edits, dropped = model_edits(lambda prompts: [answer] * len(prompts), [words_episode(1, False)], "", 4)
-    assert edits == [] and len(dropped) == 2 * (answer != "[]")  # it is asked once more
+def test_every_prompt_holds_the_notes_the_instructions_the_note_and_what_was_rejected():
+    def reply(system, user):
+        return "[1, 0]" if stage(system) == "rank" else answer(*[edit("append", content=f"- {len(asked)} {n}") for n in range(3)])
+
+    ask, asked = asking(reply)
+    rejected = [{"edits": [edit("append", content="- Bad idea.")], "before": 0.5, "after": 0.25},
+                {"edits": [edit("delete", "- Old.")], "before": 0.5, "after": None}]
+    model_edits(ask, Shop(), [episode(n, n > 1) for n in range(3)], "# Keys\n- Old.", 2, rejected, most=9000)
+    assert {stage(system) for prompts in asked for system, _ in prompts} == {"reflect", "merge", "rank"}
+    for system, user in [prompt for prompts in asked for prompt in prompts]:
+        for part in ("Buy what is asked for.", "Prices are in dollars.", "## Notes\n\n# Keys\n- Old.", "Bad idea.", "0.500", "0.250", "unknown"):
+            assert part in user, part
+        if stage(system) == "reflect":
+            assert system.index('"analysis"') < system.index('"kind"') < system.index('"edits"')  # kinds and counts come first
+            assert "right answer was task-" in user and "1 turns" in user
+    assert "(There are none yet.)" in context(Shop(), "", []) and "rejected" not in context(Shop(), "", [])
+
+
+def test_the_form_that_the_prompt_shows_is_read_and_its_examples_are_no_edits():
+    form = reflection_system("failure", 4).partition("in this form:\n")[2].rpartition('"support" is')[0]
+    ask, _ = asking(lambda *_: form)
+    edits, dropped = model_edits(ask, Shop(), [episode(1, False)], "", 8, most=9)
+    assert [change["op"] for change in edits] == ["delete"] and sum("the example" in row["reason"] for row in dropped) == 3
+
+
+@pytest.mark.parametrize("reply", ["", "nonsense", "[[[[", "[]"])
+def test_a_model_without_an_idea_edits_nothing(reply):
+    edits, dropped = model_edits(lambda prompts: [reply] * len(prompts), Shop(), [episode(1, False)], "", 4, most=9)
+    assert edits == [] and len(dropped) == 2 * (reply != "[]")  # it is asked once more
+    assert model_edits(None, Shop(), [], "", 4, most=9) == ([], [])  # no episode, no question
 
 
 def test_an_answer_without_an_edit_is_asked_for_once_more_with_its_fault():
-    asked = []
-
-    def ask(prompts):
-        asked.append(prompts)
-        return ["I would add: look first."] if len(asked) == 1 else ['[{"op": "append", "content": "Look first."}]']
-
-    edits, dropped = model_edits(ask, [words_episode(1, False)], "", 4)
-    assert edits == [edit("append", content="Look first.")] and len(dropped) == 1
+    ask, asked = asking(lambda *_: "I would add: look first." if len(asked) == 1 else answer(edit("append", content="- Look first.")))
+    edits, dropped = model_edits(ask, Shop(), [episode(1, False)], "", 4, most=9)
+    assert edits == [edit("append", content="- Look first.")] and len(dropped) == 1
     [(system, user)], [(system_again, again)] = asked
     assert system == system_again and again.startswith(user)
     assert "I would add: look first." in again and "no JSON list" in again  # what it wrote, and why it cannot be used
-    assert model_edits(None, [], "", 4) == ([], [])  # no episode, no question
+
+
+def test_lite_has_no_budget_no_merge_no_ranking_and_shows_nothing_rejected():
+    ask, asked = asking(lambda system, user: answer(*[edit("append", content=f"- {len(asked)} {n}") for n in range(9)]))
+    run = SimpleNamespace(config=SimpleNamespace(lite=True, editor="model", editor_model="any", editor_tokens=9, editor_characters=99),
+                          envs=[Shop()], with_another=lambda name, work: work)
+    assert callable(propose_edits(run, 0, [], "", 4, [{"edits": [], "before": 0.0, "after": 0.0}]))
+    edits, dropped = model_edits(ask, Shop(), [episode(n, n > 8) for n in range(10)], "", 1000, most=99, lite=True)
+    assert len(edits) == 18 and dropped == [] and [len(prompts) for prompts in asked] == [2, 1]
+    assert "at most" not in asked[0][0][0]
+
+
+# Its pieces
+
+def test_support_is_kept_through_joining_and_merging():
+    a, b = edit("append", content="- A."), edit("append", content="- B.")
+    assert distinct([[{**b, "support": 1}], [{**a, "support": 2}], [{**a, "support": 3}], [a]]) == [{**a, "support": 5}, {**b, "support": 1}]
+    ask, asked = asking(lambda system, user: answer({**a, "support": 5}, {**b, "support": 1}))
+    lists, dropped = merge(ask, "failure", "", [[{**a, "support": 2}], [], [{**a, "support": 3}, b]], 4, lambda *_: True)
+    assert lists == [[{**a, "support": 5}, {**b, "support": 1}]] and dropped == []
+    assert '"support": 2' in asked[0][0][1] and asked[0][0][1].count("### List") == 2  # empty lists are no lists
+
+
+def test_no_two_edits_touch_one_line():
+    replace, delete, other = edit("replace", "- A.", "- A, then B."), edit("delete", "A."), edit("delete", "- C.")
+    below, more = edit("insert_after", "- C.", "- D."), edit("insert_after", "- E.", "- F.")
+    kept, dropped = one_a_line([replace, delete, other, below, more, {**more, "content": "- G."}, edit("append", content="- A.")])
+    assert kept == [replace, other, more, {**more, "content": "- G."}, edit("append", content="- A.")]
+    assert [row["reason"] for row in dropped] == ["another edit touches the same line"] * 2
+    assert one_a_line([more, edit("delete", "- E.")])[0] == [more]
+
+
+def test_an_episode_says_how_it_ended_and_is_cut_in_its_middle_with_a_notice():
+    t = episode(7, False, info={"score": 0.25}, end="turn_limit")
+    text = shown(Shop(), t, 10_000)
+    assert text.startswith("(failure, score 0.25, 1 turns, no turn was left)\nYou see 7.\n") and text.endswith("The right answer was task-7.")
+    short = shown(Shop(), t, 101).partition("\n")[2]
+    assert "You see 7." in short and "The right answer was task-7." in short and "2,9" in short and "left out" in short
+    assert cut("x" * 10, 10) == "x" * 10 and cut("abcdefg", 3) == "ab\n(... 4 characters are left out here ...)\ng"
+
+
+def test_what_does_not_fit_has_fewer_episodes_or_shorter_ones():
+    assert packed([1, 2, 3, 4, 5], lambda part: sum(part) < 6, 2) == [[1, 2], [3], [4], [5]]
+    ask, asked = asking(lambda *_: answer(edit("append", content="- A.")))
+    empty = len(context(Shop(), "", [])) + len(reflection_system("failure", 4))
+    room = empty + 7000
+    model_edits(ask, Shop(), [episode(n, False) for n in range(5)], "", 4, most=9000, fits=lambda system, user: len(system + user) <= room)
+    assert [user.count("### Episode") for _, user in asked[0]] == [2, 2, 1]
+    asked.clear()
+    model_edits(ask, Shop(), [episode(0, False)], "", 4, most=9000, fits=lambda system, user: len(system + user) <= empty + 1000)
+    assert len(asked[0][0][1]) < empty + 1000 and "left out" in asked[0][0][1]
+
+
+@pytest.mark.parametrize("more, said", [({}, None), ({"state_limit": 40_000}, "--state-limit 40,000"), ({"mode": "policy-only", "state_limit":
+                                        40_000}, None), ({"editor_model": "./nowhere"}, "cannot load the editor './nowhere'")])
+def test_the_editor_is_checked_before_training(words, word_chat, more, said):
+    options = {"editor": "model", "editor_model": "", "mode": "full", "edits_first": 4, "state_limit": 4000, "editor_characters": 4000,
+               "editor_tokens": 512, "thinking": False, "started": ""}
+    run = SimpleNamespace(config=SimpleNamespace(**options | more), envs=[Shop()], chat=word_chat, load=lambda: tiny_qwen3(len(words)))
+    if said is None:
+        return check_editor(run)
+    with pytest.raises(BadInput, match=said) as caught:
+        check_editor(run)
+    assert "\n" not in str(caught.value)

@@ -2,17 +2,22 @@
 import dataclasses
 
 import pytest
-from conftest import SMALL
+from conftest import ROOT, SMALL
 
 import dapo
 import evaluate
 import grpo
 import gspo
-from envs import BadInput
+from envs import BadInput, env_class
+from envs.keydoor import KeyDoor
+from funnel.options import FunnelOptions
 from rl import presets
+from rl.logs import read
 from rl.options import Config, parse
 from rl.presets import PRESETS
+from rl.runs import about
 from test_plan import TINY
+from tools import show
 
 BAD = [(["--group", "1"], "at least two|at least 2"), (["--steps", "0"], "steps"), (["--steps", "-3"], "steps"),
        (["--steps", "x"], "steps"), (["--lr", "0"], "lr"), (["--lora-rank", "0"], "lora-rank"), (["--bits", "3"], "bits"),
@@ -60,6 +65,55 @@ def test_every_option_has_a_help_text_and_the_named_ones_exist():
     assert all(field.metadata["help"] for field in dataclasses.fields(Config) if field.init)
     assert {"seed", "steps", "out", "env", "model", "group", "tasks", "lr", "bits", "lora_rank", "max_turns", "history",
             "temperature"} <= names
+
+
+# Defaults of an environment
+
+class Patient(KeyDoor):
+    """Fake: the built-in game with defaults of its own."""
+    defaults = {"history": "recent:2", "max_context": 512, "max_new_tokens": 12}
+
+
+OWN = ["--env", "test_options:Patient", "--model", str(ROOT / "tiny-keydoor")]
+
+
+def test_an_environments_default_stands_where_the_user_gives_none():
+    for common in (Config, FunnelOptions, evaluate.EvaluateOptions):
+        config = parse(common, OWN, common=common)
+        assert (config.history, config.max_context, config.max_new_tokens) == ("recent:2", 512, 12)
+        config = parse(common, [*OWN, "--history=full", "--max_context", "99"], common=common)
+        assert (config.history, config.max_context, config.max_new_tokens) == ("full", 99, 12)
+    assert parse(show.ShowOptions, OWN[:2], common=show.ShowOptions).history == "recent:2"
+    plain = parse(Config, [])
+    assert (plain.history, plain.max_context, plain.max_new_tokens) == ("full", 2048, 32)
+
+
+@pytest.mark.parametrize("name", ["alfworld", "searchqa", "webshop", "sciworld", "bfcl", "keydoor"])
+def test_defaults_are_options_that_the_programs_take(name):
+    defaults = env_class(name).defaults
+    assert set(defaults) <= {"history", "max_context", "max_new_tokens"}
+    config = parse(Config, ["--env", name])  # refuses what cannot be
+    assert all(getattr(config, key) == value for key, value in defaults.items())
+    assert (name == "alfworld") == config.history.startswith("recent:")
+
+
+def test_a_preset_is_planned_for_the_environments_context(capsys):
+    config = parse(Config, ["--model", "Qwen/Qwen3-4B", "--preset", "24gb", "--env", "alfworld"])
+    assert config.max_context == env_class("alfworld").defaults["max_context"] and config.num_envs < PRESETS["24gb"]["num_envs"]
+    assert "planned anew" in capsys.readouterr().err
+
+
+def test_config_says_what_was_used_and_a_run_from_before_the_default_goes_on_with_its_own(tmp_path):
+    folder, small = tmp_path / "run", [*SMALL, *OWN, "--steps", "1", "--eval-every", "0", "--eval-episodes", "1"]
+    grpo.main([*small, "--history", "full", "--max-context", "2048", "--max-new-tokens", "32", "--out", str(folder)])  # as it then was
+    again = [*small, "--steps", "2", "--out", str(folder), "--resume"]
+    with pytest.raises(BadInput, match="has --max-new-tokens 32, not 12: resume with its options"):
+        grpo.main(again)
+    grpo.main([*again, "--history", "full", "--max-context", "2048", "--max-new-tokens", "32"])
+    assert [row["step"] for row in read(folder / "metrics.jsonl")] == [1, 2]
+    grpo.main([*small, "--out", str(tmp_path / "new")])
+    config = about(tmp_path / "new")
+    assert (config["history"], config["max_context"], config["max_new_tokens"]) == ("recent:2", 512, 12)
 
 
 # Presets

@@ -98,7 +98,7 @@ def test_on_policy_distils_fresh_state_free_episodes_of_what_was_selected(stored
 @pytest.fixture
 def gate_run(monkeypatch):
     """A run of these successes, whose editor proposes `edits`; what that is asked comes into `asked`, states into `written`."""
-    def made(success, edits=(edit("append", content="New."),), results=()):
+    def made(success, edits=(edit("append", content="- New."),), results=()):
         written, asked = {}, []
         monkeypatch.setattr(rounds, "propose_edits", lambda run, policy, episodes, state, budget, rejected: (
             asked.append((budget, rejected)), (list(edits), []))[1])
@@ -117,8 +117,8 @@ def test_the_state_gate_is_strict(gate_run, after, accepted):
     run = gate_run(lambda split, policy, state: after if "New" in state else 0.5)
     found = rounds.evolve_state(run, 1, 0, "")
     assert found["state_accepted"] == accepted and run.written == {"001": "- New." if accepted else ""}
-    assert (found["edits"], found["rejected_edits"]) == (([], [edit("append", content="New.")])[::-1] if accepted else
-                                                         ([], [edit("append", content="New.")]))
+    assert (found["edits"], found["rejected_edits"]) == (([], [edit("append", content="- New.")])[::-1] if accepted else
+                                                         ([], [edit("append", content="- New.")]))
     assert accepted or "validation success" in found["reason"]
 
 
@@ -150,9 +150,11 @@ def test_no_edit_and_a_state_of_a_hundred_thousand_characters_leave_the_pair(gat
 
 def test_later_reflections_see_what_was_rejected(gate_run):
     before = [edit("append", content="Bad.")]
-    run = gate_run(lambda *a: 0.0, edits=(), results=[{"rejected_edits": before, "state": ""}])
+    found = [{"rejected_edits": before, "state": "", "success_before": 0.5, "success_after": 0.25},
+             {"rejected_edits": [], "state": "", "success_before": 0.5, "success_after": None}]
+    run = gate_run(lambda *a: 0.0, edits=(), results=found)
     rounds.evolve_state(run, 5, 0, "")
-    assert run.asked == [(2, before)]
+    assert run.asked == [(2, [{"edits": before, "before": 0.5, "after": 0.25}])]
 
 
 def test_residual_state_keeps_what_is_needed():
@@ -244,9 +246,9 @@ def test_a_run_writes_the_whole_folder_and_trains_without_the_state(helpful, tmp
     plain = KeyDoor.system_prompt
     text = (folder / "states" / "001.md").read_text().strip()
     assert all(prompts == {plain} for phase, prompts in seen if phase.endswith("policy"))  # the RL term is state-free
-    assert [prompts for phase, prompts in seen if phase == "002-state"] == [{f"{plain}\n\n{text}"}]
+    assert [prompts for phase, prompts in seen if phase == "002-state"] == [{f"{plain}\n\n## Notes\n\n{text}"}]
     assert [len(prompts) for phase, prompts in seen if phase == "001-teacher"] == [1, 1]  # S_0 is empty: two conditions
-    assert [prompts for phase, prompts in seen if phase == "002-teacher"][:2] == [{plain}, {f"{plain}\n\n{text}"}]
+    assert [prompts for phase, prompts in seen if phase == "002-teacher"][:2] == [{plain}, {f"{plain}\n\n## Notes\n\n{text}"}]
 
 
 class Stop(BaseException):
@@ -393,13 +395,14 @@ def test_a_state_edited_by_hand_between_rounds_is_what_the_next_round_starts_fro
     file.write_text("Mind the alarm.\n")
     seen = prompts_of(monkeypatch)
     rounds.main([*argv, "--resume"])
-    assert seen[0] == ("002-state", {f"{KeyDoor.system_prompt}\n\nMind the alarm."})
+    assert seen[0] == ("002-state", {f"{KeyDoor.system_prompt}\n\n## Notes\n\nMind the alarm."})
     assert [row["edited_by_hand"] for row in read(folder / "rounds.jsonl")] == [False, True]
     assert (folder / "states" / "002.md").read_text().startswith("Mind the alarm.\n- ")
 
 
 def test_an_editor_that_answers_nonsense_costs_the_round_alone(helpful, tmp_path):
-    rounds.main([*SMALL, "--out", str(tmp_path / "run"), "--editor", "model", "--editor-tokens", "8"])  # tiny: no JSON
+    rounds.main([*SMALL, "--out", str(tmp_path / "run"), "--editor", "model", "--editor-tokens", "8",
+                 "--state-limit", "900", "--editor-characters", "900"])  # tiny: no JSON
     for row in read(tmp_path / "run" / "rounds.jsonl"):
         assert not row["state_accepted"] and row["state_reason"] == "no edit was left" and row["policy"] == 0
         assert {bad["reason"] for bad in row["dropped_edits"]} == {"the editor's answer holds no JSON list of edits"}
@@ -547,7 +550,7 @@ def obedient(words, tmp_path_factory):
     for n in range(300):
         word = rng.choice(["go", "wait", None])
         said = word or rng.choice(["go", "wait", "wait"])
-        system = f"play.\n\n- play {word}." if word else "play."
+        system = f"play.\n\n## Notes\n\n- play {word}." if word else "play."
         prompt = chat.prompt([("system", system), ("user", f"you see {n % 9 + 1}.")])
         action = [*chat.text_ids(said), words.eos_token_id]
         rows.append(Row(prompt + action, [0] * len(prompt) + [1] * len(action)))
@@ -565,7 +568,7 @@ WORD = ["--env", "test_rounds:Word", "--rounds", "1", "--steps", "12", "--rl-wei
 
 @pytest.mark.parametrize("teacher_sees", [True, False])
 def test_what_the_state_says_goes_into_the_weights(obedient, tmp_path, monkeypatch, teacher_sees):
-    monkeypatch.setattr(editors, "count_edits", lambda *a: [edit("append", content="play go.")])
+    monkeypatch.setattr(rounds, "propose_edits", lambda *a: ([edit("append", content="- play go.")], []))
     blind = [] if teacher_sees else ["--no-teacher-state"]
     rounds.main([*WORD, "--model", obedient, "--out", str(tmp_path / "run"), *blind])
     line, = read(tmp_path / "run" / "rounds.jsonl")

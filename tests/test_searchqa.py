@@ -14,12 +14,17 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 
 ROOT = Path(__file__).parent.parent
 sys.path[:0] = [str(ROOT)]
+from conftest import FakePolicy, ended
 from enrich import EnrichedEnv, Schedule, walk
 from envs import BadInput, make_env, searchqa, select_tasks
 from envs.action import after_thinking
 from envs.searchqa import SearchQA, exact_match, f1, normalise, whole_documents
+from rl.chat import Chat
+from rl.logs import record
+from rl.rollout import Request, Trajectory, Turn, rollout
 
-MULTIHOP = Path(os.environ.get("SCAFFOLD_FUNNEL_DATA", ROOT.parent / "shared" / "data")) / "multihop_qa.json"
+DATA = Path(os.environ.get("SCAFFOLD_FUNNEL_DATA", ROOT.parent / "shared" / "data"))
+MULTIHOP, REAL = DATA / "multihop_qa.json", DATA / "searchqa_500.json.xz"
 needs_multihop = pytest.mark.skipif(not MULTIHOP.exists(),
                                     reason="no multihop_qa.json in ../shared/data or $SCAFFOLD_FUNNEL_DATA")
 needs_search = pytest.mark.skipif(importlib.util.find_spec("bm25s") is None, reason="needs bm25s (pip install bm25s)")
@@ -193,6 +198,69 @@ def test_any_output_is_judged(data, output):
     right = info["valid"] and normalise(info["reference"]["Answer that was read"]) == "bay"
     assert info["valid"] == bool((after_thinking(output) or "").strip())
     assert terminated and not truncated and reward == info["success"] == right
+
+
+# --- what reflection sees, and the policy never ------------------------------------------------------------------
+
+def played(chat, answers, data, task, **options):
+    env = make_env("searchqa", {"data": data, **options})
+    act = FakePolicy(*(ended(chat, answer) for answer in answers))
+    [t] = rollout(act, chat, [env], [Request(task)], max_turns=env.max_turns, max_context=10 ** 6)
+    return env, t, [chat.tokenizer.decode(prompt) for prompt in act.prompts]
+
+
+@needs_search
+@pytest.mark.parametrize("options", [{}, {"retrieval": True}])
+def test_the_right_answer_goes_to_reflection_alone(tmp_path, toy, options):
+    """In no prompt and no observation, in none of the turns; in the trajectory's last info, which rollouts.jsonl does not hold."""
+    gold = "Qqwertz"
+    data = write(tmp_path / "qa.json", {"passages": PASSAGES, "questions": [QUESTIONS[0] | {"answers": [gold], "context": "A bay."}]})
+    answers = ["<search>key</search>"] * 2 * bool(options) + ["I think:\n<answer>Bay</answer>"]
+    env, t, prompts = played(Chat(toy), answers, data, "hand/a", **options)
+    seen = [*prompts, t.system_prompt, t.first_observation, *(turn.observation for turn in t.turns), json.dumps(record(1, t))]
+    assert len(prompts) == len(answers) and not any(gold in text for text in seen)
+    assert t.info["reference"]["Right answers"] == gold and "reference" not in env.reset(task="hand/a", seed=0)[1]
+    text = env.reflection(t)
+    assert text.startswith(f"Question: {QUESTIONS[0]['question']}\nRight answers: {gold}\nAnswer that was read: Bay\n"
+                           "Exact match: 0\nF1: 0.0\n")
+    assert text.endswith("> I think:\n<answer>Bay</answer>\nWrong.") and ("A bay." in text) == (not options)
+
+
+needs_500 = pytest.mark.skipif(not REAL.exists(), reason=f"no {REAL.name} in ../shared/data or $SCAFFOLD_FUNNEL_DATA")
+
+
+@pytest.fixture(scope="module")
+def real(tmp_path_factory):
+    """The 500 real questions as a file."""
+    path = tmp_path_factory.mktemp("real") / "questions.json"
+    path.write_bytes(lzma.decompress(REAL.read_bytes()))
+    return str(path)
+
+
+@needs_500
+def test_the_real_questions(real, qwen3):
+    """400 for training and 100 of the 200 for validation; gold wins each; all prompts fit into the default context beside a state of
+    13,000 characters; reflection keeps question, answers and score under a cut to 2,000 characters."""
+    tasks = {split: SearchQA.tasks(split, data=real) for split in searchqa.SPLITS}
+    assert {split: len(found) for split, found in tasks.items()} == {"train": 400, "valid": 100, "test": 0}
+    env, chat, longest = SearchQA(data=real), Chat(qwen3), 0
+    raw = {item["id"]: item for item in json.loads(Path(real).read_text())}
+    for task in tasks["train"] + tasks["valid"]:
+        item = raw[task.partition("/")[2]]
+        observation, _ = env.reset(task=task, seed=0)
+        assert observation == f"Context:\n{item['context']}\n\nQuestion: {item['question'].strip()}"  # none is over the limit
+        longest = max(longest, len(chat.prompt([("system", env.system_prompt), ("user", observation)])))
+        assert env.step(f"It follows from the context.\n{item['answers'][0]}")[1] == 1.0
+        env.reset(task=task, seed=0)
+        observation2, reward, *_, info = env.step("I do not know.\nNobody in particular")
+        t = Trajectory(task, 0, 0, False, first_observation=observation, turns=[
+            Turn([], [], "I do not know.\nNobody in particular", observation2, reward, True, "end")], info=info)
+        text = env.reflection(t)
+        cut = text[:1000] + text[-1000:]
+        for part in (item["question"].strip(), *item["answers"], "Answer that was read: Nobody in particular", "Exact match: 0", "F1: 0"):
+            assert part in cut
+        assert item["context"] in text and len(text) < 6000
+    assert longest < 1500 and longest + 512 + 3500 < SearchQA.defaults["max_context"]
 
 
 # --- the data ----------------------------------------------------------------------------------------------------

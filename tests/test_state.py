@@ -4,17 +4,20 @@ from conftest import FakePolicy, edit
 
 from envs import BadInput
 from envs.keydoor import KeyDoor
-from funnel.state import StateEnv, apply_edits, edit_budget, note_of, read_state, situation, without_state
+from funnel.options import FunnelOptions
+from funnel.state import (StateEnv, apply_edits, edit_budget, entries, note_of, read_state, situation, with_state, without_entries,
+                          without_state)
 from rl.rollout import Request, rollout
 
 STATE = "# Keys\n- ash house, red door: take iron key.\n- Look first."
 
 
 @pytest.mark.parametrize("change, want", [
-    (edit("append", content="New."), f"{STATE}\n- New."),
+    (edit("append", content="- New."), f"{STATE}\n- New."), (edit("append", content="New."), f"{STATE}\n\nNew."),
     (edit("insert_after", "ash house, red door: take iron key.", "- New."),
      "# Keys\n- ash house, red door: take iron key.\n- New.\n- Look first."),
-    (edit("insert_after", "not there", "New."), f"{STATE}\n- New."),
+    (edit("insert_after", "not there", "- New."), f"{STATE}\n- New."),
+    (edit("insert_after", "# Keys", "- New."), STATE.replace("# Keys", "# Keys\n- New.")),
     (edit("replace", "- ash house, red door: take iron key.", "- ash house, red door: take tin key."),
      "# Keys\n- ash house, red door: take tin key.\n- Look first."),
     (edit("delete", "Look first."), "# Keys\n- ash house, red door: take iron key.")])
@@ -26,30 +29,81 @@ def test_edits(change, want):
     (edit("delete", "Look"), "its target is not in the state"),
     (edit("replace", "not there", "New."), "its target is not in the state"),
     (edit("append", content="Look first."), "its content is in the state already"),
-    (edit("append", content="x" * 100_000), "the state would have 100,061 characters, more than the limit of 4,000")])
+    (edit("append", content="x" * 100_000), "the state would have 100,060 characters, more than the limit of 4,000")])
 def test_edits_that_are_refused_leave_the_state(change, reason):
-    good = edit("append", content="Good.")
+    good = edit("append", content="- Good.")
     state, applied, refused = apply_edits(STATE, [change, good], 4000)
     assert (state, applied) == (f"{STATE}\n- Good.", [good]) and [row["reason"] for row in refused] == [reason]
     assert len(str(refused)) < 600  # what is logged of it
 
 
 def test_edits_of_one_answer_build_on_each_other():
-    edits = [edit("append", content="A."), edit("replace", "A.", "B."), edit("delete", "A.")]
+    edits = [edit("append", content="- A."), edit("replace", "A.", "B."), edit("delete", "A.")]
     state, applied, refused = apply_edits("", edits, 99)
-    assert (state, len(applied), refused[0]["reason"]) == ("- B.", 2, "its target is not in the state")
+    assert (state, len(applied), refused[0]["reason"]) == ("B.", 2, "its target is not in the state")
+
+
+MARKDOWN = """# Search
+
+1. Read the question.
+2. Open it:
+   - every drawer
+   - every shelf
+
+   then the rest.
+3. Stop.
+
+| kind | where |
+|---|---|
+| cup | shelf |
+
+```
+- no entry
+```
+- Look."""
+
+
+@pytest.mark.parametrize("change, old, new", [
+    (edit("append", content="## More\n\n1. One.\n   - nested\n2. Two."), "- Look.", "- Look.\n\n## More\n\n1. One.\n   - nested\n2. Two."),
+    (edit("insert_after", "| cup | shelf |", "| pan | stove |"), "| cup | shelf |", "| cup | shelf |\n| pan | stove |"),
+    (edit("insert_after", "2. Open it:", "3. Take it."), "   then the rest.", "   then the rest.\n3. Take it."),
+    (edit("insert_after", "   - every shelf", "   - every box"), "   - every shelf", "   - every shelf\n   - every box"),
+    (edit("insert_after", "every drawer", "   - every box"), "   - every drawer", "   - every drawer\n   - every box"),
+    (edit("insert_after", "# Search", "Search well."), "# Search", "# Search\nSearch well."),
+    (edit("insert_after", "3. Stop.", "Then wait."), "3. Stop.", "3. Stop.\n\nThen wait."),
+    (edit("replace", "Read the question.", "1. Read it twice."), "1. Read the question.", "1. Read it twice."),
+    (edit("replace", "   - every drawer\n   - every shelf", "   - all"), "   - every drawer\n   - every shelf", "   - all"),
+    (edit("delete", "2. Open it:"), "2. Open it:\n   - every drawer\n   - every shelf\n\n   then the rest.\n", ""),
+    (edit("delete", "# Search"), "# Search\n\n", ""), (edit("delete", "| cup | shelf |"), "| cup | shelf |\n", "")])
+def test_markdown_stays_as_it_was_written(change, old, new):
+    assert apply_edits(MARKDOWN, [change], 1000) == (MARKDOWN.replace(old, new, 1), [change], [])
+
+
+def test_entries_are_items_with_what_is_nested_in_them():
+    second = "2. Open it:\n   - every drawer\n   - every shelf\n\n   then the rest."
+    assert entries(MARKDOWN) == ["1. Read the question.", second, "3. Stop.", "- Look."]
+    assert without_entries(MARKDOWN, [second, "- Look."]) == MARKDOWN.replace(second + "\n", "").removesuffix("\n- Look.")
+    assert without_entries(MARKDOWN, []) == MARKDOWN and entries("") == [] and without_entries("- A.", ["- A."]) == ""
+
+
+def test_the_default_limit_holds_a_published_state():
+    assert FunnelOptions().state_limit >= 13_175
 
 
 def test_state_stands_after_the_system_prompt_and_an_empty_one_changes_nothing(word_chat):
     env = KeyDoor()
     assert StateEnv(env, "").system_prompt == env.system_prompt
-    assert StateEnv(env, "- A.\n").system_prompt == f"{env.system_prompt}\n\n- A."
+    assert StateEnv(env, "- A.\n").system_prompt == f"{env.system_prompt}\n\n## Notes\n\n- A."
     played = [rollout(FakePolicy([5]), word_chat, [StateEnv(env, state)], [Request("ash/train-0000")], max_turns=3)[0]
               for state in ("", "key key key", STATE)]
     prompts = [word_chat.tokenizer.decode(t.turns[0].prompt_ids) for t in played]
-    assert "key key key" not in prompts[0] and prompts[1].replace(" key key key", "") == prompts[0]
+    heading = word_chat.tokenizer.decode(word_chat.text_ids("## Notes"))
+    assert "key key key" not in prompts[0] and prompts[1].replace(f" {heading} key key key", "") == prompts[0]
     assert without_state(played[2].system_prompt, STATE) == without_state(played[0].system_prompt, "") == env.system_prompt
     assert StateEnv(env, STATE).max_turns == env.max_turns
+    for prompt in ("", "Play.", "Play.\n\n", f"## Notes\n\n{STATE}"):
+        for state in ("", STATE, " A.\n", "## Notes"):
+            assert without_state(with_state(prompt, state), state) == prompt
 
 
 @pytest.mark.parametrize("content, said", [(b"x" * 5000, "more than the limit of 4,000"), (b"\xff\xfe", "cannot be read"),

@@ -23,6 +23,7 @@ from envs import BadInput, env_class, make_env, select_tasks, webshop_data
 from envs.action import UNFINISHED, invalid
 from envs.webshop import WebShop, read_command
 from envs.webshop_reward import COLOURS, colour_of, reward_of, token_set_ratio
+from rl.rollout import Trajectory, Turn
 
 REAL = Path(os.environ.get("SCAFFOLD_FUNNEL_DATA", ROOT.parent / "shared" / "data")) / "webshop_1000.json.xz"
 missing = [name for name in ("bm25s", "Stemmer") if importlib.util.find_spec(name) is None]
@@ -459,6 +460,39 @@ def test_neither_hints_nor_pages_nor_the_prompt_hold_the_reference(shop):
         page, *_, info = env.step(action)
         seen.append(page)
     assert "such as RUG0000001" in info["reference"] and not any("such as" in text or "Reward" in text for text in seen)
+
+
+@needs_search
+def test_reflection_has_every_action_what_it_changed_and_the_reference(shop):
+    env, page, info = start(shop, "color: light blue, and size: 4 ft")
+    t = Trajectory("a", 0, 0, False, first_observation=page)
+    for action in ("search[rug]", "So:\n<action>click[RUG0000001]</action>", "click[red]", "click[teapot]", "hm", "click[description]",
+                   "click[< prev]", "click[buy now]"):
+        page, reward, _, _, info = env.step(action)
+        t.turns.append(Turn([], [], action, page, reward, info["valid"], "end"))
+    t.info = info
+    lines = env.reflection(t).splitlines()
+    assert lines[0] == t.first_observation and lines[-1] == info["reference"]
+    assert [line for line in lines if line.startswith("> ")] == [
+        "> search[rug]", "> click[rug0000001]", "> click[red]", "> click[teapot] (not possible here)", "> (no action) hm (not possible here)",
+        "> click[description]", "> click[< prev]", "> click[buy now]"]
+    assert lines[2].startswith("Page 1 (Total results: ") and "RUG0000001" in lines[2] and "light blue" in lines[4]
+    assert lines[6] == lines[8] == lines[10] == lines[14] == "(the page of turn 2)" and lines[16].startswith("Bought RUG0000001")
+    assert not any(button in text for text in lines[1:-1] for button in ("Back to Search", "Buy Now", "Instruction:", "Next >"))
+
+
+@needs_real
+@needs_search
+def test_fifteen_turns_are_whole_in_15000_characters(data):
+    """The worst that was found: fifteen searches that find other pages."""
+    env, task = make_env("webshop", {"data": data}), WebShop.tasks("test", data=data)[0]
+    t = Trajectory(task, 0, 0, False, first_observation=env.reset(task=task, seed=0)[0])
+    for word in "red blue green lamp tea coat shoe chair table shirt oil hair cream snack phone".split():
+        page, reward, _, _, t.info = env.step(f"search[{word}]")
+        t.turns.append(Turn([], [], f"search[{word}]", page, reward, True, "end"))
+    text = env.reflection(t)
+    assert len(text) < 15_000 < sum(len(turn.observation) for turn in t.turns) and text.count("\n> ") == 15
+    assert text.endswith(t.info["reference"]) and "Bought: nothing" in text
 
 
 @needs_search
