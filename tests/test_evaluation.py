@@ -55,6 +55,7 @@ def test_evaluations_tell_clean_success_abstention_and_success_by_name(tmp_path)
     tasks, act = ["moon/0", "car/0", "cart/0", "cart/1"], lambda prompts: [[5] for _ in prompts]
     result = evaluation.evaluate(act, chat, [Asking() for _ in range(3)], tasks, max_turns=2)
     assert (result["success"], result["clean_success"], result["success_released_rule"]) == (0.75, 0.5, 0.75)
+    assert result["reward"] == result["score"] == 1.0
     assert "rule of the released code 0.750" in evaluation.success_table("asking", [("all", result)])
     assert "success_released_rule" not in evaluation.evaluate(act, chat, [Asking()], tasks[:1], max_turns=2)
     assert (result["abstain_turns"], result["abstained"]) == (1, 1)
