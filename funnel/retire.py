@@ -18,15 +18,20 @@ def retire(run, policy, state) -> dict:
 def residual_state(run, policy, state) -> str:
     """The state without the entries whose removal leaves the policy on validation tasks where it is with all of them.
     Groups are tried first, then their halves, so that a state that is not needed costs one evaluation."""
+    if not entries(state):
+        return state
+
     def worth(text):
         return run.success("valid", policy, text)[run.config.gate_metric]
 
+    full = worth(state)
+
     def without(kept, group):
         less = "\n".join(line for line in kept.splitlines() if line not in group).strip()
-        if worth(less) >= worth(state) - ROUNDING:
+        if worth(less) >= full - ROUNDING:
             return less
         if len(group) < 2:
             return kept
         return without(without(kept, group[:len(group) // 2]), group[len(group) // 2:])
 
-    return without(state, entries(state)) if entries(state) else state
+    return without(state, entries(state))

@@ -12,7 +12,8 @@ from peft import PeftModel
 
 from envs import BadInput, DoesNotFit, Env
 from envs.keydoor import HOUSES, KeyDoor
-from funnel import editors, rounds
+from funnel import editors, rounds, teacher
+from funnel import retire as retire_
 from funnel import run as run_
 from funnel.run import Run
 from rl import train
@@ -36,10 +37,10 @@ def scripted_run(outcomes, n=1, **config):
                 for r in rewards]
 
     options = {"outcomes_per_condition": n, "instances": len(outcomes["free"]) // n, "label": "gain", "select": "both",
-               "alpha": 1.0, "seed": 0, "on_policy": False, "temperature": 1.0, "micro_batch_tokens": 1, "history": "full",
+               "alpha": 1.0, "seed": 0, "on_policy": "", "temperature": 1.0, "micro_batch_tokens": 1, "history": "full",
                "token_weights": "jsd", "teacher": "self", "teacher_state": True, "top_k": 0, "log_tokens": 0} | config
     return SimpleNamespace(play=play, played=played, config=SimpleNamespace(state_place="prompt", **options),
-                           stored=lambda k: None, chat=SimpleNamespace(pad_id=0), load=lambda policy: None,
+                           stored=lambda k: None, chat=SimpleNamespace(pad_id=0), load=lambda policy: None, model=None,
                            sample_tasks=lambda what, size: [f"t{i}" for i in range(size)])
 
 
@@ -47,7 +48,7 @@ def scripted_run(outcomes, n=1, **config):
 def stored(monkeypatch):
     """What reaches the teacher: (rewards of the episodes, their weights)."""
     seen = []
-    monkeypatch.setattr(rounds, "weigh", lambda policy, weighed, *_, **how: seen.append(
+    monkeypatch.setattr(teacher, "weigh", lambda policy, weighed, *_, **how: seen.append(
         ([t.reward for t, _ in weighed], [a for _, a in weighed])) or [])
     monkeypatch.setattr(rounds, "save_items", lambda items, path: None)
     return seen
@@ -56,7 +57,8 @@ def stored(monkeypatch):
 def test_three_conditions_make_the_labels(stored):
     run = scripted_run({"free": [0, 0, 0, 1], "previous": [0, 1, 1, 0], "updated": [1, 1, 0, 1]})
     found = rounds.choose_and_teach(run, 1, 0, "- old", "- new")
-    assert found["labels"] == {"00": 1, "01": 1, "10": 1, "11": 1} and found["selected"] == 2
+    assert found["labels"] == {"00": 1, "01": 1, "10": 1, "11": 1, "?": 0} and found["selected"] == 2
+    assert found["chosen"] == {"t0": 1.0, "t1": 1.0}
     assert [(what, state) for what, _, state, _ in run.played] == [("free", ""), ("previous", "- old"),
                                                                     ("updated", "- new")]
     assert len({tasks for _, tasks, _, _ in run.played}) == 1
@@ -65,7 +67,7 @@ def test_three_conditions_make_the_labels(stored):
 
 def test_an_empty_previous_state_is_playing_without(stored):
     run = scripted_run({"free": [0, 0], "updated": [1, 0]})
-    assert rounds.choose_and_teach(run, 1, 0, "", "- new")["labels"] == {"00": 1, "01": 1, "10": 0, "11": 0}
+    assert rounds.choose_and_teach(run, 1, 0, "", "- new")["labels"] == {"00": 1, "01": 1, "10": 0, "11": 0, "?": 0}
     assert [what for what, *_ in run.played] == ["free", "updated"]
 
 
@@ -78,17 +80,29 @@ def test_outcomes_are_means_and_equal_ones_are_equal_in_any_order(stored):
 def test_a_broken_episode_is_no_outcome_and_is_not_distilled(stored):
     nan = math.nan
     run = scripted_run({"free": [0, nan, nan, nan, 0, 0], "updated": [1, nan, 1, 1, nan, nan]}, n=2)
-    assert rounds.choose_and_teach(run, 1, 0, "", "- new")["labels"] == {"00": 2, "01": 1, "10": 0, "11": 0}
+    assert rounds.choose_and_teach(run, 1, 0, "", "- new")["labels"] == {"00": 0, "01": 1, "10": 0, "11": 0, "?": 2}
     assert stored[0] == ([1], [1.0])
+
+
+@pytest.mark.parametrize("label", ["gain", "success"])
+@pytest.mark.parametrize("arm", ["both", "new", "persistent", "all", "random"])
+def test_an_instance_with_an_outcome_unknown_on_one_side_is_never_selected(stored, label, arm):
+    """With --label success too, whose baseline is no outcome."""
+    nan = math.nan
+    run = scripted_run({"free": [nan, 0, 0, 0, 0], "previous": [1, nan, 1, 1, 0], "updated": [1, 1, nan, 1, 1]}, label=label,
+                       select=arm)
+    found = rounds.choose_and_teach(run, 1, 0, "- old", "- new")
+    assert found["labels"] == {"00": 0, "01": 1, "10": 0, "11": 1, "?": 3}
+    assert set(found["chosen"]) == {"new": {"t4"}, "persistent": {"t3"}}.get(arm, {"t3", "t4"})
 
 
 def test_the_other_reading_of_the_bits_is_success(stored):
     run = scripted_run({"free": [1, 0, 1, 0], "previous": [1, 1, 0, 0], "updated": [1, 1, 1, 0]}, label="success")
-    assert rounds.choose_and_teach(run, 1, 0, "- old", "- new")["labels"] == {"00": 1, "01": 1, "10": 0, "11": 2}
+    assert rounds.choose_and_teach(run, 1, 0, "- old", "- new")["labels"] == {"00": 1, "01": 1, "10": 0, "11": 2, "?": 0}
 
 
 def test_on_policy_distils_fresh_state_free_episodes_of_what_was_selected(stored):
-    run = scripted_run({"free": [0, 0, 0], "updated": [0, 1, 1], "student": [0, .5]}, on_policy=True)
+    run = scripted_run({"free": [0, 0, 0], "updated": [0, 1, 1], "student": [0, .5]}, on_policy="round")
     rounds.choose_and_teach(run, 1, 0, "", "- new")
     assert run.played[-1] == ("student", ("t1", "t2"), "", 1) and stored[0] == ([0, .5], [1.0, 1.0])
 
@@ -98,15 +112,15 @@ def test_on_policy_distils_fresh_state_free_episodes_of_what_was_selected(stored
 @pytest.fixture
 def gate_run(monkeypatch):
     """A run of these successes, whose editor proposes `edits`; what that is asked comes into `asked`, states into `written`."""
-    def made(success, edits=(edit("append", content="New."),), results=()):
+    def made(success, edits=(edit("append", content="New."),), results=(), metric="success", reward=lambda *a: 0.0):
         written, asked = {}, []
         monkeypatch.setattr(rounds, "propose_edits", lambda run, policy, episodes, state, budget, rejected: (
             asked.append((budget, rejected)), (list(edits), []))[1])
         return SimpleNamespace(
-            config=SimpleNamespace(reflection_batch=2, rounds=5, edits_first=4, edits_last=2, state_limit=100),
+            config=SimpleNamespace(reflection_batch=2, rounds=5, edits_first=4, edits_last=2, state_limit=100, gate_metric=metric),
             sample_tasks=lambda what, size: ["a", "b"], play=lambda *a: [], written=written, asked=asked,
-            success=lambda split, policy, state: {"success": success(split, policy, state)},
-            results=lambda name: list(results) if name == "state" else [{"state": ""}] if name == "start" else [],
+            success=lambda split, policy, state: {"success": success(split, policy, state), "reward": reward(split, policy, state)},
+            results=lambda name="*": [*([{"state": ""}] if name in "*start" else []), *(results if name in "*state" else [])],
             write_state=lambda name, text: written.update({name: text}))
 
     return made
@@ -120,6 +134,17 @@ def test_the_state_gate_is_strict(gate_run, after, accepted):
     assert (found["edits"], found["rejected_edits"]) == (([], [edit("append", content="New.")])[::-1] if accepted else
                                                          ([], [edit("append", content="New.")]))
     assert accepted or "validation success" in found["reason"]
+
+
+@pytest.mark.parametrize("metric, success, reward, accepted", [
+    ("success", (0.5, 0.6), (0.3, 0.2), True), ("reward", (0.5, 0.6), (0.3, 0.2), False), ("reward", (0.5, 0.5), (0.3, 0.31), True),
+    ("reward", (0.5, 0.5), (0.3 + 0.2 + 0.1, 0.1 + 0.2 + 0.3), False)])  # above by rounding alone
+def test_the_state_gate_on_success_or_on_reward(gate_run, metric, success, reward, accepted):
+    run = gate_run(lambda split, policy, state: success["New" in state], metric=metric,
+                   reward=lambda split, policy, state: reward["New" in state])
+    found = rounds.evolve_state(run, 1, 0, "")
+    assert found["state_accepted"] == accepted and (accepted or f"validation {metric} is {reward[1]:.3f}" in found["reason"])
+    assert [found[f"{name}_{when}"] for name in ("success", "reward") for when in ("before", "after")] == [*success, *reward]
 
 
 @pytest.mark.parametrize("error, rejected", [(DoesNotFit("no first prompt fits"), True),
@@ -160,15 +185,17 @@ def test_residual_state_keeps_what_is_needed():
 
     def success(split, policy, state):
         asked.append(state)
-        return {"success": 0.5 + 0.1 * ("- B." in state) + 0.1 * ("- E." in state)}
+        return {"success": 0.5, "reward": 0.5 + 0.1 * ("- B." in state) + 0.1 * ("- E." in state)}
 
-    run = SimpleNamespace(success=success)
+    run = SimpleNamespace(success=success, config=SimpleNamespace(gate_metric="reward"))
     state = "# Notes\n" + "\n".join(f"- {letter}." for letter in "ABCDEFGH")
-    assert rounds.residual_state(run, 1, state) == "# Notes\n- B.\n- E."
+    assert retire_.residual_state(run, 1, state) == "# Notes\n- B.\n- E."
     assert len(asked) < 16
+    assert retire_.retire(run, 1, state) == {"before": state, "state": "# Notes\n- B.\n- E.",
+                                             "retired": [f"- {letter}." for letter in "ACDFGH"]}
     asked.clear()
-    run = SimpleNamespace(success=lambda *a: asked.append(a) or {"success": 1.0})
-    assert rounds.residual_state(run, 1, state) == "# Notes"
+    run = SimpleNamespace(success=lambda *a: asked.append(a) or {"success": 1.0}, config=SimpleNamespace(gate_metric="success"))
+    assert retire_.residual_state(run, 1, state) == "# Notes"
     assert len(asked) == 2 and {call[0] for call in asked} == {"valid"}
 
 
@@ -185,7 +212,7 @@ def helpful(monkeypatch):
     def success(self, split, policy, state):
         self.load(policy)
         value = 0.1 + 0.1 * policy + 0.05 * state.count("- ")
-        return {"success": value, "interval": [value, value], "episodes": 6, "score": value,
+        return {"success": value, "interval": [value, value], "episodes": 6, "score": value, "reward": value,
                 "valid_action_fraction": 1.0}
 
     monkeypatch.setattr(Run, "success", success)
@@ -217,12 +244,14 @@ def test_a_run_writes_the_whole_folder_and_trains_without_the_state(helpful, tmp
     folder = tmp_path / "run"
     rounds.main([*SMALL, "--out", str(folder)])
     out = capsys.readouterr().out
-    assert "00/01/10/11" in out and "1/2/1/2" in out and "after, with the residual state" in out and str(folder) in out
+    assert "00/01/10/11/?" in out and "1/2/1/2/0" in out and str(folder) in out
+    names = ("initial", "initial, + full state", "consolidated", "consolidated, + full state", "consolidated, + residual state")
+    assert [line.partition("  ")[0] for line in out.splitlines()][-len(names) - 1:-1] == list(names)  # Table 5, and one row more
     lines = read(folder / "rounds.jsonl")
     assert [(row["step"], row["state_accepted"], row["policy_accepted"], row["policy"]) for row in lines] == [
         (1, True, True, 1), (2, True, True, 2)]
     for row in lines:
-        assert row["labels"] == {"00": 1, "01": 2, "10": 1, "11": 2} and row["selected"] == 4 and row["optimizer_steps"] == 2
+        assert row["labels"] == {"00": 1, "01": 2, "10": 1, "11": 2, "?": 0} and row["selected"] == 4 and row["optimizer_steps"] == 2
         assert row["success_state"] > row["success_free"] > 0 and row["edits"] and not row["edited_by_hand"]
     evaluations = read(folder / "evaluations.jsonl")
     assert [(row["step"], row["split"], row["policy"], row["state"]) for row in evaluations] == [
@@ -268,13 +297,13 @@ def test_a_run_that_is_stopped_in_every_phase_equals_an_unbroken_one(helpful, tm
 
     monkeypatch.setattr(Run, "once", once)
     argv = [*SMALL, "--out", str(tmp_path / "two")]
-    for attempt in range(10):
+    for attempt in range(12):
         try:
             rounds.main([*argv, "--resume"] if attempt else argv)
             break
         except Stop:
             continue
-    assert len(stopped) == attempt == 9
+    assert len(stopped) == attempt == 11
     clock = {"rollout_seconds"}
     for name in ("rounds.jsonl", "evaluations.jsonl", "rollouts.jsonl", "metrics.jsonl"):
         one, two = ([{key: value for key, value in row.items() if key not in clock} for row in read(tmp_path / run / name)]
@@ -311,7 +340,11 @@ def test_test_tasks_are_not_touched_before_the_report(tmp_path, monkeypatch):
 
 ARM_RUNS = {"both": [], "all": ["--select", "all"], "random-uniform": ["--select", "random", "--token-weights", "uniform"],
             "no-teacher": ["--teacher", "none"], "blind": ["--no-teacher-state"], "distil-only": ["--rl-weight", "0"],
-            "dapo": ["--rl-loss", "dapo"], "gspo": ["--rl-loss", "gspo", "--on-policy", "--top-k", "8"],
+            "dapo": ["--rl-loss", "dapo"], "gspo": ["--rl-loss", "gspo", "--on-policy", "round", "--top-k", "8"],
+            "step": ["--on-policy", "step"], "step-dapo": ["--on-policy", "step", "--rl-loss", "dapo", "--minibatches", "1"],
+            "step-distil-only": ["--on-policy", "step", "--rl-weight", "0"], "base": ["--teacher", "base"],
+            "step-base": ["--on-policy", "step", "--teacher", "base", "--top-k", "8"],
+            "step-another": ["--on-policy", "step", "--teacher", str(ROOT / "tiny-keydoor")],
             "policy-only": ["--mode", "policy-only"]}
 
 
@@ -350,7 +383,7 @@ def test_the_policy_gate_and_a_rejected_policy_is_gone(helpful, tmp_path, monkey
         model = self.load(policy)
         weights[self.phase, policy] = [p.detach().clone() for p in model.parameters() if p.requires_grad]
         value = 0.1 + (after - 0.1) * (policy > 0) + 0.05 * state.count("- ")
-        return {"success": value, "interval": [value, value], "episodes": 6, "score": value,
+        return {"success": value, "interval": [value, value], "episodes": 6, "score": value, "reward": value,
                 "valid_action_fraction": 1.0}
 
     monkeypatch.setattr(Run, "success", success)
@@ -406,7 +439,7 @@ def test_an_editor_that_answers_nonsense_costs_the_round_alone(helpful, tmp_path
 
 
 def test_another_teacher_comes_while_the_policy_is_out_of_memory(helpful, tmp_path, monkeypatch):
-    held, plain, consult = [], run_.load_frozen, rounds.consult
+    held, plain, consult = [], run_.load_frozen, teacher.consult
 
     def load(*how):
         held.append([module for module in gc.get_objects() if isinstance(module, PeftModel)])
@@ -415,7 +448,7 @@ def test_another_teacher_comes_while_the_policy_is_out_of_memory(helpful, tmp_pa
     gc.collect()
     others = len([module for module in gc.get_objects() if isinstance(module, PeftModel)])  # of other tests
     monkeypatch.setattr(run_, "load_frozen", load)
-    monkeypatch.setattr(rounds, "consult", lambda model, *a, **how: (
+    monkeypatch.setattr(teacher, "consult", lambda model, *a, **how: (
         held.append(model.num_parameters()), consult(model, *a, **how)))
     rounds.main([*SMALL, "--out", str(tmp_path / "run"), "--rounds", "1", "--teacher", str(ROOT / "tiny-keydoor"), "--top-k", "16"])
     assert len(held[0]) == others and held[1] > 700_000 and len(held) == 2
