@@ -157,6 +157,7 @@ def same_options(folder, config, algorithm, free):
         before = was.get(name, value)
         before = RENAMED.get((name, before), before) if isinstance(before, bool) else before
         if name not in free and before != value:
+            before, value = ("nothing" if one == "" else one for one in (before, value))
             raise BadInput(f"the run in {folder} has --{name.replace('_', '-')} {before}, not {value}: resume with its "
                            f"options, or start another run")
 

@@ -219,11 +219,29 @@ def helpful(monkeypatch):
     script(monkeypatch)
 
 
+@pytest.fixture
+def absorbing(helpful, monkeypatch, tmp_path):
+    """As `helpful`, but "- Knock.", which the state starts with, is of no use to a policy that was trained. -> the options."""
+    plain = Run.success
+
+    def success(self, split, policy, state):
+        found = plain(self, split, policy, state)
+        return {**found, "success": found["success"] - 0.05 * (policy > 0 and "- Knock." in state)}
+
+    monkeypatch.setattr(Run, "success", success)
+    (tmp_path / "first.md").write_text("- Knock.\n")
+    return [*SMALL, "--state", str(tmp_path / "first.md")]
+
+
 def script(monkeypatch):
     """An editor that always has a new entry, and labels of every kind."""
     monkeypatch.setattr(editors, "count_edits", lambda episodes, state, budget, rejected: [
-        edit("append", content=f"- {HOUSES[len(state.splitlines())]} house, red door: take iron key.")])
+        edit("append", content=f"- {next(house for house in HOUSES if house not in state)} house, red door: take iron key.")])
     monkeypatch.setattr(rounds, "transitions", lambda *outcomes: ["01", "11", "00", "10", "01", "11"])
+
+
+class Stop(BaseException):
+    pass
 
 
 def prompts_of(monkeypatch):
@@ -278,12 +296,9 @@ def test_a_run_writes_the_whole_folder_and_trains_without_the_state(helpful, tmp
     assert [prompts for phase, prompts in seen if phase == "002-teacher"][:2] == [{plain}, {f"{plain}\n\n{text}"}]
 
 
-class Stop(BaseException):
-    pass
-
-
-def test_a_run_that_is_stopped_in_every_phase_equals_an_unbroken_one(helpful, tmp_path, monkeypatch):
-    rounds.main([*SMALL, "--out", str(tmp_path / "one")])
+def test_a_run_that_is_stopped_in_every_phase_equals_an_unbroken_one(absorbing, tmp_path, monkeypatch):
+    rounds.main([*absorbing, "--out", str(tmp_path / "one")])
+    assert [row["retired"] for row in read(tmp_path / "one" / "rounds.jsonl")] == [["- Knock."], []]
     plain, stopped = Run.once, set()
 
     def once(self, round_, name, work):
@@ -296,7 +311,7 @@ def test_a_run_that_is_stopped_in_every_phase_equals_an_unbroken_one(helpful, tm
         return plain(self, round_, name, broken)
 
     monkeypatch.setattr(Run, "once", once)
-    argv = [*SMALL, "--out", str(tmp_path / "two")]
+    argv = [*absorbing, "--out", str(tmp_path / "two")]
     for attempt in range(12):
         try:
             rounds.main([*argv, "--resume"] if attempt else argv)
@@ -311,6 +326,151 @@ def test_a_run_that_is_stopped_in_every_phase_equals_an_unbroken_one(helpful, tm
         assert one == two and one, name
     weights = [(tmp_path / run / "adapter" / "adapter_model.safetensors").read_bytes() for run in ("one", "two")]
     assert weights[0] == weights[1]
+    states = [{path.name: path.read_text() for path in (tmp_path / run / "states").iterdir()} for run in ("one", "two")]
+    assert states[0] == states[1] and len(states[0]) == 4
+
+
+# Retirement
+
+def test_what_a_committed_policy_does_without_leaves_the_state(absorbing, tmp_path, monkeypatch, capsys):
+    """In the round, before the next one begins; the report at the end has all of what the last policy was taught from."""
+    seen, folder = prompts_of(monkeypatch), tmp_path / "run"
+    rounds.main([*absorbing, "--out", str(folder)])
+    one, two = read(folder / "rounds.jsonl")
+    states = [(folder / "states" / f"00{n}.md").read_text().splitlines() for n in range(3)]
+    assert states[0] == ["- Knock."] and len(states[1]) == 1 and states[1] == states[2][:1] and "- Knock." not in states[1] + states[2]
+    assert (one["retired"], one["entries"], two["retired"], two["entries"]) == (["- Knock."], 1, [], 2)
+    assert not two["edited_by_hand"]  # by the run itself
+    assert [prompts for phase, prompts in seen if phase == "002-state"] == [{f"{KeyDoor.system_prompt}\n\n{states[1][0]}"}]
+    assert [prompts for phase, prompts in seen if phase == "001-teacher"][1] == {f"{KeyDoor.system_prompt}\n\n- Knock."}
+    line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("    1  accepted"))
+    assert line.split()[-4:-2] == ["1", "1"]  # retired, entries
+    report = json.loads((folder / "phases" / "002-report.json").read_text())
+    assert (report["entries"], report["residual_entries"]) == (2, 2)
+
+
+def test_the_report_has_the_full_state_beside_the_residual_one(absorbing, tmp_path):
+    folder = tmp_path / "run"
+    rounds.main([*absorbing, "--rounds", "1", "--out", str(folder)])
+    report = json.loads((folder / "phases" / "001-report.json").read_text())
+    assert (report["entries"], report["residual_entries"]) == (2, 1)
+    full, residual = report["evaluations"][-2:]
+    assert (full["success"], residual["success"]) == pytest.approx((0.25, 0.25)) and residual["residual"]
+    assert (folder / "states" / "001.md").read_text() == (folder / "states" / "residual.md").read_text() != ""
+
+
+def test_no_retire_keeps_the_entries_until_the_end(absorbing, tmp_path):
+    folder = tmp_path / "run"
+    rounds.main([*absorbing, "--no-retire", "--out", str(folder)])
+    assert [(row["retired"], row["entries"]) for row in read(folder / "rounds.jsonl")] == [([], 2), ([], 3)]
+    assert not list((folder / "phases").glob("*retire*"))
+    assert "- Knock." in (folder / "states" / "002.md").read_text() and "- Knock." not in (folder / "states" / "residual.md").read_text()
+
+
+def test_a_rejected_policy_retires_nothing(absorbing, tmp_path):
+    rounds.main([*absorbing, "--policy-gate", "rise", "--rl-weight", "0", "--mode", "state-only", "--out", str(tmp_path / "run")])
+    assert [row["retired"] for row in read(tmp_path / "run" / "rounds.jsonl")] == [[], []]
+
+
+def test_a_state_edited_by_hand_before_its_entries_are_gone_counts(absorbing, tmp_path, monkeypatch):
+    plain, folder = Run.once, tmp_path / "run"
+
+    def once(self, round_, name, work):
+        if name == "round":
+            raise Stop
+        return plain(self, round_, name, work)
+
+    with monkeypatch.context() as patch, pytest.raises(Stop):
+        patch.setattr(Run, "once", once)
+        rounds.main([*absorbing, "--rounds", "1", "--out", str(folder)])
+    assert json.loads((folder / "phases" / "001-retire.json").read_text())["retired"] == ["- Knock."]
+    (folder / "states" / "001.md").write_text("- Knock.\n- By hand.\n")
+    rounds.main([*absorbing, "--rounds", "1", "--out", str(folder), "--resume"])
+    line, = read(folder / "rounds.jsonl")
+    assert (folder / "states" / "001.md").read_text() == "- Knock.\n- By hand.\n" and line["entries"] == 2 and line["retired"] == []
+    assert json.loads((folder / "phases" / "001-report.json").read_text())["entries"] == 2
+    (folder / "states" / "001.md").write_text(f"{json.loads((folder / 'phases' / '001-retire.json').read_text())['before']}\n")
+    rounds.main([*absorbing, "--rounds", "2", "--out", str(folder), "--resume"])  # put back by hand: the next round starts from it
+    assert read(folder / "rounds.jsonl")[1]["edited_by_hand"] and (folder / "states" / "001.md").read_text().startswith("- Knock.")
+
+
+# On-policy, per step
+
+@pytest.mark.parametrize("who", ["self", "base"])
+def test_on_policy_steps_distil_the_students_own_episodes_of_that_step(helpful, tmp_path, monkeypatch, who):
+    """pi_k scores them, with its weights as they were, while the student moves away; the RL term has the same episodes."""
+    log, plain = [], {name: getattr(where, name) for where, name in (
+        (teacher, "weigh"), (teacher, "consult"), (rounds, "distillation_gradient"))}
+
+    def own(model):
+        return torch.cat([p.detach().flatten() for p in model.parameters() if p.requires_grad]).clone()
+
+    def without_adapter(model):
+        return next(m for m in model.modules() if hasattr(m, "lora_A")).disable_adapters
+
+    def weigh(model, weighed, *a, **how):
+        log.append(["weigh", own(model), without_adapter(model), [t for t, _ in weighed], [x for _, x in weighed]])
+        return plain["weigh"](model, weighed, *a, **how)
+
+    def consult(model, items, *a, **how):
+        log.append(["consult", [p.detach().clone() for p in model.parameters() if p.shape][0], without_adapter(model), how["sees_state"]])
+        return plain["consult"](model, items, *a, **how)
+
+    def gradient(model, items, *a, **how):
+        log.append(["gradient", own(model), without_adapter(model), len(items)])
+        return plain["distillation_gradient"](model, items, *a, **how)
+
+    for where, name, new in ((teacher, "weigh", weigh), (teacher, "consult", consult), (rounds, "distillation_gradient", gradient)):
+        monkeypatch.setattr(where, name, new)
+    played, episodes = [], Run.episodes
+    monkeypatch.setattr(Run, "episodes", lambda self, requests, state: played.append(
+        (self.phase, state, episodes(self, requests, state))) or played[-1][2])
+    folder = tmp_path / "run"
+    rounds.main([*SMALL, "--on-policy", "step", "--teacher", who, "--rounds", "1", "--lr", "1e-2", "--alpha", "0.5", "--distill-batch", "3",
+                 "--out", str(folder)])
+    assert [entry[0] for entry in log] == ["weigh", "consult", "gradient"] * 2  # nothing is asked before training, all at each step
+    chosen = json.loads((folder / "phases" / "001-teacher.json").read_text())["chosen"]
+    assert sorted(chosen.values()) == [0.5, 0.5, 1.0, 1.0]
+    seeds = {t.task: t.seed for phase, _, part in played if phase == "001-teacher" for t in part}
+    steps = [(state, part) for phase, state, part in played if phase == "001-policy"]
+    weights, asked, moved = log[0::3], log[1::3], log[2::3]
+    for (state, part), weighed in zip(steps, weights, strict=True):
+        assert state == "" and all(t.task in chosen and t.seed == seeds[t.task] for t in part)
+        assert len(weighed[3]) == 3 and all(any(t is other for other in part) for t in weighed[3])  # the very episodes of the step
+        assert weighed[4] == [chosen[t.task] for t in weighed[3]]
+    assert torch.equal(weights[0][1], weights[1][1])  # pi_k, at the second step too
+    assert torch.equal(moved[0][1], weights[0][1]) and not torch.equal(moved[1][1], weights[0][1])  # the student has moved
+    assert [entry[2] for entry in weights + asked + moved] == [False] * 2 + [who == "base"] * 2 + [False] * 2
+    assert all(entry[3] for entry in asked) and [entry[3] for entry in moved] == [3, 3]
+    line, = read(folder / "rounds.jsonl")
+    assert (line["selected"], line["trajectories"]) == (4, 6) and line["tokens"] > 6
+    assert not list(folder.rglob("*.pt"))
+
+
+def test_another_teacher_stands_beside_the_student_with_on_policy_steps(helpful, tmp_path, monkeypatch):
+    loaded, asked, plain, consult = [], [], run_.load_frozen, teacher.consult
+    monkeypatch.setattr(run_, "load_frozen", lambda *how: loaded.append(plain(*how)) or loaded[-1])
+    monkeypatch.setattr(teacher, "consult", lambda model, *a, **how: asked.append(model) or consult(model, *a, **how))
+    rounds.main([*SMALL, "--out", str(tmp_path / "run"), "--rounds", "1", "--on-policy", "step", "--teacher", str(ROOT / "tiny-keydoor")])
+    assert len(loaded) == 1 and len(asked) == 2 and all(model is loaded[0][0] for model in asked)
+
+
+def test_base_is_the_model_without_its_adapter(helpful, tmp_path, monkeypatch):
+    """In round 1 that is the policy itself, later it is not."""
+    found, consult = [], teacher.consult
+
+    def asked(model, items, *a, **how):
+        consult(model, items, *a, **how)
+        found.append((rounds_of[0], items[0].logp))
+
+    rounds_of, once = [0], Run.once
+    monkeypatch.setattr(Run, "once", lambda self, k, name, work: (rounds_of.__setitem__(0, k), once(self, k, name, work))[1])
+    monkeypatch.setattr(teacher, "consult", asked)
+    for who in ("self", "base"):
+        rounds.main([*SMALL, "--out", str(tmp_path / who), "--teacher", who, "--lr", "1e-2", "--no-retire"])
+    own, base = ({k: logp for k, logp in part} for part in (found[:2], found[2:]))
+    assert torch.equal(own[1], base[1])
+    assert own[2].shape != base[2].shape or not torch.allclose(own[2], base[2], atol=1e-3)
 
 
 def test_test_tasks_are_not_touched_before_the_report(tmp_path, monkeypatch):
@@ -524,6 +684,8 @@ def test_an_episode_with_an_id_that_has_no_token_is_not_shown_to_another_teacher
     (["--rl-weight", "0", "--teacher", "none"], "nothing would be trained"),
     (["--state", "nothing.md"], "the state nothing.md cannot be read"),
     (["--teacher", "/no/teacher"], "cannot load the teacher"),
+    (["--on-policy"], "expected one argument"), (["--on-policy", "always"], "--on-policy must be round, step"),
+    (["--gate-metric", "score"], "--gate-metric must be success, reward"),
     (["--tasks", "nowhere"], "unknown task"), (["--editor", "oracle"], "--editor must be count, model"),
     (["--resume"], "no run in .* to resume")])
 def test_bad_options_are_one_line_and_leave_no_folder(tmp_path, argv, said):
@@ -540,6 +702,25 @@ def test_an_empty_split_is_one_line(tmp_path, monkeypatch, split):
         lambda cls, name, **how: [] if name == split else plain(cls, name, **how)))
     with pytest.raises(BadInput, match=f"keydoor has no {split} tasks"):
         rounds.main([*SMALL, "--out", str(tmp_path / "run")])
+
+
+def test_a_run_from_before_these_options_resumes_or_is_refused_in_one_line(helpful, tmp_path):
+    folder = tmp_path / "run"
+    argv = [*SMALL, "--out", str(folder), "--mode", "state-only", "--rounds", "1"]
+    rounds.main(argv)
+    file = folder / "config.json"
+    old = {name: value for name, value in json.loads(file.read_text()).items() if name not in ("retire", "gate_metric")}
+    for was, words in ((False, []), (True, ["--on-policy", "round"])):
+        file.write_text(json.dumps(old | {"on_policy": was}))
+        with pytest.raises(BadInput, match="has --retire False, not True"):
+            rounds.main([*argv, "--resume", *words])
+        with pytest.raises(BadInput, match="has --gate-metric success, not reward"):
+            rounds.main([*argv, "--resume", *words, "--no-retire", "--gate-metric", "reward"])
+        other = ["--on-policy", "step"]
+        with pytest.raises(BadInput, match=f"has --on-policy {'round' if was else 'nothing'}, not step"):
+            rounds.main([*argv, "--resume", *other, "--no-retire"])
+        rounds.main([*argv, "--resume", *words, "--no-retire"])
+        assert json.loads(file.read_text())["on_policy"] == ("round" if was else "")
 
 
 def test_another_runs_options_are_refused_on_resume(helpful, tmp_path):
@@ -596,11 +777,12 @@ WORD = ["--env", "test_rounds:Word", "--rounds", "1", "--steps", "12", "--rl-wei
         "--instances", "24", "--eval-episodes", "24", "--max-new-tokens", "3"]
 
 
-@pytest.mark.parametrize("teacher_sees", [True, False])
-def test_what_the_state_says_goes_into_the_weights(obedient, tmp_path, monkeypatch, teacher_sees):
+@pytest.mark.parametrize("options, teacher_sees", [([], True), (["--no-teacher-state"], False), (["--on-policy", "step"], True),
+                                                   (["--on-policy", "step", "--teacher", "base"], True)],
+                         ids=lambda value: " ".join(value) if isinstance(value, list) else "")
+def test_what_the_state_says_goes_into_the_weights(obedient, tmp_path, monkeypatch, options, teacher_sees):
     monkeypatch.setattr(editors, "count_edits", lambda *a: [edit("append", content="play go.")])
-    blind = [] if teacher_sees else ["--no-teacher-state"]
-    rounds.main([*WORD, "--model", obedient, "--out", str(tmp_path / "run"), *blind])
+    rounds.main([*WORD, "--model", obedient, "--out", str(tmp_path / "run"), *options])
     line, = read(tmp_path / "run" / "rounds.jsonl")
     assert line["state_accepted"] and line["labels"]["01"] == line["selected"] >= 6
     assert line["labels"]["11"] == line["labels"]["10"] == 0
@@ -610,5 +792,6 @@ def test_what_the_state_says_goes_into_the_weights(obedient, tmp_path, monkeypat
     left = (tmp_path / "run" / "states" / "residual.md").read_text()
     if teacher_sees:
         assert line["policy_accepted"] and after == 1.0 and left == ""  # the entry is needless now
+        assert line["retired"] == ["- play go."] and (tmp_path / "run" / "states" / "001.md").read_text() == ""
     else:
         assert after < 0.5 and left == "- play go.\n"
