@@ -7,7 +7,8 @@
     (S_k, pi_k)  ->  S_k+1  ->  pi_k+1  ->  S_k+2  ->  ...      S a task-specific text, pi the policy's weights
 
 The pair (S_k, pi_k) is a state and a policy. Phase I, state: episodes are played with the pair; an editor proposes edits of S_k
-for what recurs in them (funnel/editors.py); the candidate is accepted only if success on validation tasks rises, under pi_k.
+for what recurs in them (funnel/editors.py); the candidate is accepted only if success on validation tasks rises, under pi_k
+(or their mean reward: `--gate-metric reward`).
 Phase II, policy: each training instance is played without a state, with S_k and with S_k+1.
 
     r0 = R(pi_k, x), r- = R(pi_k, x, S_k), r+ = R(pi_k, x, S_k+1)                                          (Eq. 2)
@@ -24,31 +25,37 @@ Test tasks are played once, for the report at the end. These rounds are funnel/r
 What the paper leaves open, and what is ours (docs/distill.md has the whole list):
 1. While S_k is empty, playing with it is playing without: r- is r0, and (with `--label gain`) no label of Eq. 3 is 11 or 10.
 2. The teacher is Eq. 5's, the frozen policy itself with S_k+1. `--teacher` takes another; w is the policy's own always.
-3. y are the episodes played with S_k+1; with `--on-policy`, fresh state-free ones, drawn once a round from pi_k.
+3. y are the episodes played with S_k+1; with `--on-policy round`, fresh state-free ones, drawn once a round from pi_k; with
+   `--on-policy step`, state-free ones of pi_theta itself, drawn at each batch.
 4. R is the mean return of `--outcomes-per-condition` episodes.
 5. Rejected edits leave S_k and pi_k as they are; a rejected policy leaves S_k+1 with pi_k.
 6. The optimizer starts anew in each round. Nothing is trained in a round whose state was rejected.
-7. Residual state: entries that the final policy does without on validation tasks, at no loss, are retired.
+7. Entries that a committed policy does without on validation tasks, at no loss, are retired from the state (`--no-retire`: at the
+   end alone, for the residual state).
+8. Outcomes are compared up to rounding; an instance with an unknown outcome is "?" and never selected.
 """
 import math
 
 import torch
 
+ROUNDING = 1e-9  # outcomes that differ by no more are equal: the same rewards, added up in another order, differ by less
+
 
 def transitions(r0_N, r_prev_N, r_new_N) -> list[str]:
     """Eq. 3 for N instances: [N] outcomes without a state, with S_k and with S_k+1 -> [N] labels "b- b+".
 
-    "01" newly useful, "11" persistently useful, "10" regressive, "00" inactive. A NaN (no episode that did not break)
-    is above nothing, and nothing is above it.
+    "01" newly useful, "11" persistently useful, "10" regressive, "00" inactive; "?" where an outcome is not known (NaN: every
+    episode broke). Outcomes equal up to rounding are equal.
     """
     r0_N, r_prev_N, r_new_N = (torch.as_tensor(r_N, dtype=torch.float64) for r_N in (r0_N, r_prev_N, r_new_N))
-    b_minus_N, b_plus_N = r_prev_N > r0_N, r_new_N > r0_N  # Eq. 3
-    return [f"{int(b_minus)}{int(b_plus)}" for b_minus, b_plus in zip(b_minus_N, b_plus_N)]
+    b_minus_N, b_plus_N = r_prev_N - r0_N > ROUNDING, r_new_N - r0_N > ROUNDING  # Eq. 3
+    known_N = ~torch.stack([r0_N, r_prev_N, r_new_N]).isnan().any(0)
+    return [f"{int(b_minus)}{int(b_plus)}" if known else "?" for known, b_minus, b_plus in zip(known_N, b_minus_N, b_plus_N)]
 
 
 def selection_weights(labels_N, alpha=1.0):
     """Eq. 4: labels -> [N] weights a of the instances: 1 for "01", alpha for "11", else 0."""
-    return torch.tensor([{"01": 1.0, "11": float(alpha), "10": 0.0, "00": 0.0}[label] for label in labels_N])  # Eq. 4
+    return torch.tensor([{"01": 1.0, "11": float(alpha), "10": 0.0, "00": 0.0, "?": 0.0}[label] for label in labels_N])  # Eq. 4
 
 
 def state_response(logits_state_TV, logits_free_TV):
@@ -89,12 +96,14 @@ def distill_loss(student_logits_BTV, teacher_logits_BTV, weights_BT, mask_BT):
 
 def select(labels_N, arm, alpha, rng):
     """[N] weights a of an arm. "both" is Eq. 4; "new" or "persistent" is one half of it, "all" no selection; "random" is
-    ours: Eq. 4's weights dealt to instances at random, so as many as "both" selects."""
+    ours: Eq. 4's weights dealt to instances at random, so as many as "both" selects. No arm selects a "?"."""
     a_N = selection_weights(labels_N, alpha)
+    known = [i for i, label in enumerate(labels_N) if label != "?"]
     if arm == "random":
-        return a_N[rng.sample(range(len(a_N)), len(a_N))]
+        a_N[known] = a_N[rng.sample(known, len(known))]
+        return a_N
     if arm == "all":
-        return torch.ones_like(a_N)
+        return torch.tensor([float(label != "?") for label in labels_N])
     return a_N * torch.tensor([arm == "both" or label == {"new": "01", "persistent": "11"}[arm] for label in labels_N])
 
 

@@ -272,13 +272,13 @@ def about_round(row) -> dict:
             return text(edit)
         return " ".join(text(edit[key]) for key in ("op", "target", "content", "reason") if edit.get(key))
 
-    lists = {key: row[key] if isinstance(row.get(key), list) else [] for key in ("edits", "rejected_edits", "dropped_edits")}
+    lists = {key: row[key] if isinstance(row.get(key), list) else [] for key in ("edits", "rejected_edits", "dropped_edits", "retired")}
     labels = row["labels"] if isinstance(row.get("labels"), dict) else {}
     keys = ("step", "success_before", "success_after", "success_free", "success_state", "selected", "entries")
     return {**{key: finite(row.get(key)) for key in keys}, **{key: list(map(words, edits)) for key, edits in lists.items()},
             **{key: row[key] if isinstance(row.get(key), bool) else None for key in ("state_accepted", "policy_accepted")},
             **{key: text(row.get(key)) for key in ("state_reason", "policy_reason")},
-            "labels": [finite(labels.get(label)) for label in ("00", "01", "10", "11")] if labels else None}
+            "labels": [finite(labels.get(label, 0 if label == "?" else None)) for label in ("00", "01", "10", "11", "?")] if labels else None}
 
 
 def episode(n, row, put, tokens=None) -> list:

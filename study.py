@@ -251,12 +251,15 @@ DISTILL_ARMS = {
     "full": [], "new": ["--select", "new"], "persistent": ["--select", "persistent"], "all": ["--select", "all"],
     "random": ["--select", "random"], "uniform": ["--token-weights", "uniform"], "blind-teacher": ["--no-teacher-state"],
     "no-teacher": ["--teacher", "none"], "no-rl": ["--rl-weight", "0"], "state-only": ["--mode", "state-only"],
-    "policy-only": ["--mode", "policy-only"]}
+    "policy-only": ["--mode", "policy-only"], "base-teacher": ["--teacher", "base"],
+    "base-teacher-blind": ["--teacher", "base", "--no-teacher-state"], "on-policy-step": ["--on-policy", "step"],
+    "no-retire": ["--no-retire"], "skillopt": ["--mode", "state-only"],
+    "skillopt-lite": ["--mode", "state-only", "--lite"]}
 
 
 def distillation(argv):
     """The study of `distill.py`: the full loop against selections, token weights, teachers and halves of it."""
-    args, words = parse_study(argv, list(DISTILL_ARMS))
+    args, words = parse_study(argv, [arm for arm in DISTILL_ARMS if arm != "skillopt"])  # it is state-only under its own name
     if unknown := [arm for arm in args.arms if arm not in DISTILL_ARMS]:
         raise BadInput(f"unknown arm {unknown[0]!r}: choose from {', '.join(DISTILL_ARMS)}")
     if args.quick:

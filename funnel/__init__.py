@@ -4,7 +4,8 @@
     run.py        what it is done with: episodes, policies in and out of memory, phases kept on disk
     state.py      a state's entries, edits of it, the environment that shows it
     editors.py    who proposes edits: a counting editor for the built-in game, a language model
-    teacher.py    the teacher's stored log-probs, token weights, the gradient of Eq. 8
+    teacher.py    the teacher's log-probs, token weights, the gradient of Eq. 8
+    retire.py     which entries a policy does without
 
-options.py and results.py: the command line, the table and the picture of the rounds.
+options.py and results.py: the command line, the table and the picture of the rounds, the report at their end.
 """

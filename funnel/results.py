@@ -1,5 +1,12 @@
-"""The rounds of distill.py as a table and as a picture."""
+"""The rounds of distill.py as a table and as a picture, and the report at their end."""
+import shutil
+
+from funnel.retire import residual_state
+from funnel.state import entries
+from rl.evaluation import success_table
 from rl.logs import picture, read
+
+LABELS = ("00", "01", "10", "11", "?")
 
 
 def round_table(lines) -> str:
@@ -7,15 +14,38 @@ def round_table(lines) -> str:
     def share(value):
         return "-" if value is None else f"{value:.3f}"
 
-    text = ["round  state      edits  entries  00/01/10/11    selected  state-free  with state  policy"]
+    text = ["round  state      edits  00/01/10/11/?    selected  policy    retired  entries  state-free  with state"]
     for row in lines:
-        labels = "/".join(str(row["labels"][name]) for name in ("00", "01", "10", "11")) if row["labels"] else "-"
+        labels = "/".join(str(row["labels"].get(name, 0)) for name in LABELS) if row["labels"] else "-"
         state, policy = ("-" if row[name] is None else "accepted" if row[name] else "rejected"
                          for name in ("state_accepted", "policy_accepted"))
-        text.append(f"{row['step']:>5}  {state:<9}  {len(row['edits']):>5}  {row['entries']:>7}  {labels:<13}  "
-                    f"{'-' if row['selected'] is None else row['selected']:>8}  {share(row['success_free']):>10}  "
-                    f"{share(row['success_state']):>10}  {policy}")
+        text.append(f"{row['step']:>5}  {state:<9}  {len(row['edits']):>5}  {labels:<15}  "
+                    f"{'-' if row['selected'] is None else row['selected']:>8}  {policy:<8}  {len(row.get('retired', [])):>7}  "
+                    f"{row['entries']:>7}  {share(row['success_free']):>10}  {share(row['success_state']):>10}")
     return "\n".join(text)
+
+
+def final_report(run, k, policy, state):
+    """The only place where test tasks are played. Writes the residual state and adapter/. state: with all its entries."""
+    residual = residual_state(run, policy, state) if policy else state
+    run.write_state("residual", residual)
+    rows = [run.evaluation(k, "test", own, text, who)
+            for own, who in ((0, "base"), (policy, "trained")) for text in dict.fromkeys(("", state))]
+    if state:
+        rows.append(run.evaluation(k, "test", policy, residual, residual=True))
+    adapter, beside = run.folder / "adapter", run.folder / "adapter.new"
+    shutil.rmtree(beside, ignore_errors=True)
+    shutil.copytree(run.folder / "policies" / f"{policy:03d}", beside)
+    shutil.rmtree(adapter, ignore_errors=True)
+    beside.rename(adapter)
+    return {"evaluations": rows, "entries": len(entries(state)), "residual_entries": len(entries(residual))}
+
+
+def report_table(config, evaluations) -> str:
+    """The paper's Table 5 and one row more, the first policy with the last state; from what `final_report` found."""
+    names = [("initial" if row["policy"] == "base" else "consolidated") + (
+        ", + residual state" if row.get("residual") else ", + full state" if row["state"] else "") for row in evaluations]
+    return success_table(" ".join([config.env, *config.env_options]), zip(names, evaluations))
 
 
 def draw_rounds(folder, path):

@@ -25,6 +25,7 @@ from funnel.state import StateEnv, read_state
 from rl.chat import Chat
 from rl.evaluation import evaluate, fixed_tasks
 from rl.logs import append, episode_metrics, keep_rows, record, replace_file, save_adapter
+from rl.model import other_adapter
 from rl.options import limits_of
 from rl.policy import load_frozen, load_policy
 from rl.rollout import Request, refuse_if_hopeless, rollout
@@ -33,7 +34,7 @@ from rl.sampling import sampler
 
 FREE = {"rounds", "out", "resume", "overwrite", "lr", "micro_batch_tokens", "gradient_checkpointing", "num_envs", "step_timeout",
         "preset", "log_tokens"}  # options a resumed run may change
-PHASES = ("start", "state", "teacher", "policy", "round", "report")  # their order in a round
+PHASES = ("start", "state", "teacher", "policy", "retire", "round", "report")  # their order in a round
 
 
 def finished_phases(folder, config, algorithm) -> int:
@@ -133,6 +134,10 @@ class Run:
         save_adapter(self.model, self.folder / "policies" / f"{policy:03d}")
         self.loaded = policy
 
+    def weights_of(self, policy):
+        """While a policy is trained: inside, the model has the weights of a committed one."""
+        return other_adapter(self.model, self.folder / "policies" / f"{policy:03d}")
+
     @contextlib.contextmanager
     def training(self, policy, start):
         """The model with the weights of policy `start`. What it is trained to inside is policy `policy`, committed or not."""
@@ -141,12 +146,16 @@ class Run:
         yield model
         self.loaded = policy
 
+    def another(self, name):
+        """(model, its Chat): another model, into memory."""
+        return load_frozen(name, self.config.teacher_bits or self.config.bits, self.config.thinking, self.config.max_context,
+                           self.config.started)
+
     def with_another(self, name, work):
         """work(model, its Chat) with another model, while the policy is out of memory. Nothing of it is left after."""
         self.model = self.loaded = None
         free_memory()
-        model, chat = load_frozen(name, self.config.teacher_bits or self.config.bits, self.config.thinking, self.config.max_context,
-                                  self.config.started)
+        model, chat = self.another(name)
         found = work(model, chat)
         del model
         free_memory()
@@ -168,13 +177,14 @@ class Run:
                       thinking_budget=self.config.thinking_budget)
         return rollout(act, self.chat, self.envs_with(state), requests, **self.limits)
 
+    def seed(self, round_, task) -> int:
+        return random.Random(f"episode {self.config.seed} {round_} {task}").randrange(2 ** 31)
+
     def play(self, round_, policy, what, tasks, state, times=1):
         """Each task `times` times, one after the other. In a round, a task's seed is the same under every state."""
         self.load(policy)
         torch.manual_seed(random.Random(f"sampling {self.config.seed} {self.phase} {what}").randrange(2 ** 31))
-        seeds = [random.Random(f"episode {self.config.seed} {round_} {task}").randrange(2 ** 31) for task in tasks]
-        played = self.episodes([Request(task, n, seed) for n, (task, seed) in enumerate(zip(tasks, seeds))
-                                for _ in range(times)], state)
+        played = self.episodes([Request(task, n, self.seed(round_, task)) for n, task in enumerate(tasks) for _ in range(times)], state)
         refuse_if_hopeless(played, self.config.max_context)
         self.log(round_, played, episodes=what)
         return played

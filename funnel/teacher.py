@@ -1,7 +1,9 @@
-"""The teacher of the Experience Funnel: its next-token distributions at the sampled positions, computed before training and stored.
+"""The teacher of the Experience Funnel: its next-token distributions at the sampled positions, computed before they are trained on.
 
-    items = weigh(policy, weighed, ...)            # Eqs. 6 and 7, by the policy's two branches
-    add_likely_tokens(policy, items, ...); consult(teacher, items, ...); save_items(items, path)     # then the teacher can be freed
+    items = teach(run, weighed, state)             # for episodes and their a_i: the two lines below, by the options of a run
+        items = weigh(policy, weighed, ...)        # Eqs. 6 and 7, by the policy's two branches
+        add_likely_tokens(policy, items, ...); consult(teacher, items, ...)
+    save_items(items, path)                        # then the teacher can be freed
     distillation_gradient(student, items, ...)     # Eq. 8's gradient from what was stored
 
 Teacher and student read the same sampled tokens after different prompts, with and without the state. What is stored of
@@ -22,6 +24,7 @@ from rl.learner import add_gradient, in_micro_batches, pad, sampled_states
 from rl.rollout import Row
 from rl.stripped import rebuild_rows, without_hints
 
+OWN = ("self", "base")  # teachers that are the policy's own model, with and without its adapter
 CHUNK = 256  # tokens whose logits are held at once, some copies of [256, V] in fp32
 
 
@@ -155,6 +158,44 @@ def targets(teacher, hidden_ND, likely_NK, top_k, width, temperature):
         top_NK = torch.cat([likely, logits_NV.scatter(1, likely, -torch.inf).topk(others).indices], 1)
         found.append((top_NK.int(), buckets(logits_NV, top_NK).log_softmax(1)))
     return tuple(map(torch.cat, zip(*found)))
+
+
+# What a run asks
+
+def usable(run, weighed):
+    """Of [(trajectory, a_i), ...] those that can be distilled."""
+    weighed = [(t, a) for t, a in weighed if t.turns and t.end != "env_error"]
+    if run.config.teacher not in OWN:  # ids without a token, of a padded vocabulary, can be sampled, and another teacher may lack them
+        known = len(run.chat.tokenizer)
+        weighed = [(t, a) for t, a in weighed if all(i < known for turn in t.turns for i in turn.action_ids)]
+    return weighed
+
+
+def teach(run, weighed, state, beside=None):
+    """Token weights (Eqs. 6 and 7), by the two branches of pi_k, whose weights the model has; and what the teacher thinks of the same
+    tokens (Eq. 5). beside: another teacher that is in memory; without it, it comes, and the policy leaves. -> [Item, ...]"""
+    config = run.config
+    how = {"temperature": config.temperature, "micro_batch_tokens": config.micro_batch_tokens}
+    items = weigh(run.model, weighed, run.chat, state, place=config.state_place, history=config.history,
+                  token_weights=config.token_weights, **how)
+    if not items:
+        return []
+    add_likely_tokens(run.model, items, run.chat, config.top_k, **how)
+    how |= {"sees_state": config.teacher_state, "top_k": config.top_k, "width": len(run.model.get_output_embeddings().weight)}
+
+    def ask(teacher):
+        consult(teacher, items, run.chat.pad_id, **how)
+
+    if config.teacher == "self":
+        ask(run.model)
+    elif config.teacher == "base":
+        with run.model.disable_adapter():
+            ask(run.model)
+    elif beside:
+        ask(beside)
+    else:
+        run.with_another(config.teacher, lambda teacher, _: ask(teacher))
+    return items
 
 
 # What is stored, and the gradient

@@ -37,8 +37,9 @@ def evaluate(act, chat, envs, tasks, *, samples: int = 1, enriched: bool = False
 
     An episode whose environment broke counts as no success; where all broke, BadInput is raised, as a 0 would say something
     else. The interval treats episodes as independent: with samples > 1 they are not quite, and it is too narrow. Returns
-    success, interval, episodes, clean_success (success without an invalid action before it), score (mean of the benchmark's
-    own score, 0 to 100 on ScienceWorld, else of the return), valid_action_fraction, turns, env_errors; outcomes, each task's own
+    success, interval, episodes, clean_success (success without an invalid action before it), reward (mean return; a broken episode's
+    is 0 here, as it is no success), score (mean of the benchmark's own score, 0 to 100 on ScienceWorld, else of the return, broken
+    episodes left out), valid_action_fraction, turns, env_errors; outcomes, each task's own
     success; abstain_turns and abstained, summed, where the benchmark asks what cannot be done; success_released_rule, the success
     that FEE's released code would count, where the environment tells it; success_by_name where the tasks have several names; and
     pass@k for samples > 1.
@@ -51,7 +52,8 @@ def evaluate(act, chat, envs, tasks, *, samples: int = 1, enriched: bool = False
     scores = [t.reward if t.info.get("score") is None else t.info["score"] for t in played if t.end != "env_error"]
     clean = sum(t.success and all(turn.valid for turn in t.turns) for t in played)
     result = {"success": successes / len(played), "interval": wilson(successes, len(played)), "episodes": len(played),
-              "clean_success": clean / len(played), "score": sum(scores) / max(len(scores), 1),
+              "clean_success": clean / len(played),
+              "reward": math.fsum(t.reward for t in played if t.end != "env_error") / len(played), "score": sum(scores) / max(len(scores), 1),
               "valid_action_fraction": sum(turn.valid for turn in turns) / max(len(turns), 1),
               "turns": len(turns) / len(played),
               "env_errors": sum(t.end == "env_error" for t in played)}

@@ -96,7 +96,9 @@ def run_folder(config, algorithm, resuming=None):
 FREE = {"steps", "out", "resume", "overwrite", "lr", "save_every", "keep_every", "eval_every", "eval_episodes", "eval_temperature",
         "micro_batch_tokens", "gradient_checkpointing", "num_envs", "tensorboard", "step_timeout", "preset",
         "log_tokens"}  # options that a resumed run may change; with another num_envs it draws other samples
-BEFORE = {"enrich_history": "kept", "ratio": "row"}  # what a run did that was started before there was such an option
+BEFORE = {"enrich_history": "kept", "ratio": "row", "retire": False,
+          "gate_metric": "success"}  # what a run did that was started before there was such an option
+RENAMED = {("on_policy", False): "", ("on_policy", True): "round"}  # an option's value in the config.json of an old run -> its name now
 
 
 def open_folder(config, algorithm, resuming=None) -> tuple[Path, int]:
@@ -152,8 +154,11 @@ def same_options(folder, config, algorithm, free):
         raise BadInput(f"the run in {folder} was started when --history {was['history']} made other prompts: start another run")
     was = BEFORE | was
     for name, value in dataclasses.asdict(config).items():
-        if name not in free and name in was and was[name] != value:
-            raise BadInput(f"the run in {folder} has --{name.replace('_', '-')} {was[name]}, not {value}: resume with its "
+        before = was.get(name, value)
+        before = RENAMED.get((name, before), before) if isinstance(before, bool) else before
+        if name not in free and before != value:
+            before, value = ("nothing" if one == "" else one for one in (before, value))
+            raise BadInput(f"the run in {folder} has --{name.replace('_', '-')} {before}, not {value}: resume with its "
                            f"options, or start another run")
 
 

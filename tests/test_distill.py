@@ -24,8 +24,24 @@ def test_transitions_are_gains_over_the_state_free_outcome():
     r0, r_prev, r_new = [0, 0, 0, 1, 1, .5], [0, 0, 1, 0, 1, .5], [0, 1, 1, 1, 1, .25]
     assert transitions(r0, r_prev, r_new) == ["00", "01", "11", "00", "00", "00"]
     assert transitions([0.0], [1.0], [0.0]) == ["10"]
-    nan = math.nan  # an instance whose episodes all broke is never selected
-    assert transitions([nan, 0.0, 0.0], [1.0, nan, 1.0], [1.0, 1.0, nan]) == ["00", "01", "10"]
+
+
+def test_an_unknown_outcome_on_any_side_is_never_selected():
+    nan = math.nan
+    labels = transitions([nan, 0, 0, nan, 0], [1, nan, 1, nan, 0], [1, 1, nan, nan, 1])
+    assert labels == ["?", "?", "?", "?", "01"]
+    for arm in ("both", "new", "all", "random"):
+        assert all(distill.select(labels, arm, 1.0, random.Random(seed)).tolist() == [0, 0, 0, 0, 1] for seed in range(20)), arm
+    assert distill.select(labels, "persistent", 1.0, None).tolist() == [0] * 5
+    assert distill.select(["?"] * 3, "random", 1.0, random.Random(0)).tolist() == [0] * 3
+
+
+def test_the_same_rewards_in_another_order_are_the_same_outcome():
+    """A return is a sum over turns: 0.1 + 0.2 + 0.3 is above 0.3 + 0.2 + 0.1 by rounding alone."""
+    one, other = 0.1 + 0.2 + 0.3, 0.3 + 0.2 + 0.1
+    assert one > other
+    assert transitions([other], [one], [one]) == ["00"] and transitions([one], [other], [other]) == ["00"]
+    assert transitions([0], [0], [1 / 1400]) == ["01"] and transitions([100.0], [100.0], [100.01]) == ["01"]
 
 
 def test_selection_weights():

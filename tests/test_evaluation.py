@@ -1,12 +1,16 @@
 """rl/evaluation.py and evaluate.py: success on fixed tasks of the standard environment."""
 import itertools
+import json
 
 import pytest
-from conftest import SMALL
+from conftest import SMALL, edit
 
 import evaluate
 import grpo
 from envs import BadInput, Env
+from envs.keydoor import HOUSES
+from funnel import editors, rounds
+from funnel.run import Run
 from rl import evaluation
 from rl.logs import episode_metrics, read
 from rl.options import Config, parse
@@ -55,6 +59,7 @@ def test_evaluations_tell_clean_success_abstention_and_success_by_name(tmp_path)
     tasks, act = ["moon/0", "car/0", "cart/0", "cart/1"], lambda prompts: [[5] for _ in prompts]
     result = evaluation.evaluate(act, chat, [Asking() for _ in range(3)], tasks, max_turns=2)
     assert (result["success"], result["clean_success"], result["success_released_rule"]) == (0.75, 0.5, 0.75)
+    assert result["reward"] == result["score"] == 1.0
     assert "rule of the released code 0.750" in evaluation.success_table("asking", [("all", result)])
     assert "success_released_rule" not in evaluation.evaluate(act, chat, [Asking()], tasks[:1], max_turns=2)
     assert (result["abstain_turns"], result["abstained"]) == (1, 1)
@@ -119,6 +124,77 @@ def test_evaluate_takes_the_temperature_and_adapter_of_the_run(tmp_path, monkeyp
     for argv, word in ((["--adapter", "x"], "own adapter"), (["--eval-temperature", "1"], "--temperature")):
         with pytest.raises(BadInput, match=word):
             evaluate.main([str(folder), *argv])
+
+
+# States and pairs of a run of distill.py
+
+@pytest.fixture(scope="module")
+def loop(tmp_path_factory):
+    """A run of distill.py of two rounds, each of which writes an entry that tells a right action; the state starts with another."""
+    folder = tmp_path_factory.mktemp("loop")
+    (folder / "first.md").write_text("- Knock.\n")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(editors, "count_edits", lambda episodes, state, budget, rejected: [
+            edit("append", content=f"- {next(house for house in HOUSES if house not in state)} house, red door: take iron key.")])
+        success = Run.success
+        patch.setattr(Run, "success", lambda self, split, policy, state: success(self, split, policy, state) | (
+            {"success": 0.1 * policy + 0.05 * state.count("- ")} if split == "valid" else {}))
+        rounds.main(["--rounds", "2", "--steps", "1", "--tasks-per-step", "2", "--group", "2", "--instances", "6", "--reflection-batch",
+                     "6", "--eval-episodes", "24", "--lr", "1e-2", "--select", "all", "--env-options", "stages=1", "colours=4",
+                     "--state", str(folder / "first.md"), "--out", str(folder / "run")])
+    return folder / "run"
+
+
+def test_pairs_are_every_policy_with_every_state(loop, capsys, monkeypatch):
+    evaluate.main([str(loop), "--pairs"])
+    printed = capsys.readouterr().out
+    rows = read(loop / "pairs.jsonl")
+    assert [(row["policy"], row["state"]) for row in rows] == [(policy, state) for policy in (0, 1, 2) for state in (None, 0, 1, 2)]
+    report = {(row["policy"], row["state"], row.get("residual")): row for row in read(loop / "evaluations.jsonl") if row["split"] == "test"}
+    found = {(row["policy"], row["state"]): row for row in rows}
+    for pair, own in (((0, None), ("base", False, None)), ((2, None), ("trained", False, None)), ((2, 2), ("trained", True, None)),
+                      ((0, 2), ("base", True, None))):  # as the run itself has them
+        assert found[pair]["outcomes"] == report[own]["outcomes"], pair
+    assert len({json.dumps(row["outcomes"]) for row in rows}) > 2  # the pairs do differ
+    title, head, *lines = printed.splitlines()[:5]
+    assert title == "success on test tasks, standard keydoor stages=1 colours=4"
+    assert head.split() == ["policy", "no", "state", "state", "0", "state", "1", "state", "2"]
+    assert [line.split() for line in lines] == [[str(policy), *(f"{found[policy, state]['success']:.3f}" for state in (None, 0, 1, 2))]
+                                                for policy in (0, 1, 2)]
+    # Nothing is played twice; another split, and a state that was edited, are
+    played, plain = [], evaluation.evaluate
+    monkeypatch.setattr(evaluation, "evaluate", lambda *a, **how: played.append(how) or plain(*a, **how))
+    evaluate.main([str(loop), "--pairs", "--num-envs", "7"])
+    assert played == [] and capsys.readouterr().out == printed and read(loop / "pairs.jsonl") == rows
+    evaluate.main([str(loop), "--pairs", "--split", "valid", "--eval-episodes", "3"])
+    assert len(played) == 12
+    kept = (loop / "states" / "001.md").read_text()
+    (loop / "states" / "001.md").write_text("")
+    evaluate.main([str(loop), "--pairs"])
+    assert len(played) == 12  # an empty state is none, and that was played
+    (loop / "states" / "001.md").write_text("- By hand.\n")
+    evaluate.main([str(loop), "--pairs"])
+    assert len(played) == 15
+    (loop / "states" / "001.md").write_text(kept)
+
+
+def test_a_run_is_evaluated_with_a_state(loop, run, tmp_path, capsys):
+    """Its own last state: as the report of the run has it, in the place where the run had it; and with another run."""
+    state = loop / "states" / "002.md"
+    evaluate.main([str(loop), "--state", str(state)])
+    _, *rows = capsys.readouterr().out.splitlines()
+    report = [row for row in read(loop / "evaluations.jsonl") if row["split"] == "test"][:4]
+    assert [row.rpartition("  [")[0].split()[-1] for row in rows] == [f"{row['success']:.3f}" for row in report]
+    assert [f", with the state {state}" in row for row in rows] == [False, True, False, True]
+    assert report[0]["success"] != report[1]["success"]  # it does make a difference
+    evaluate.main([str(run), "--state", str(state)])
+    assert capsys.readouterr().out.count(f", with the state {state}") == 2
+    for argv, said in (([str(run), "--pairs"], "--pairs wants the folder of a run of distill.py"), (["--pairs"], "--pairs wants"),
+                       ([str(loop), "--pairs", "--state", str(state)], "--pairs wants"),
+                       ([str(loop), "--state", str(tmp_path / "none.md")], "cannot be read"),
+                       ([str(loop), "--state-place", "above"], "--state-place must be prompt or observation")):
+        with pytest.raises(BadInput, match=said):
+            evaluate.main(argv)
 
 
 class Dead(Env):

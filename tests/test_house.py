@@ -66,7 +66,7 @@ def test_a_concept_file_needs_torch_alone(name):
 
 
 MAY = {"envs": {"envs"}, "rl": {"rl", "envs", "enrich"}, "plan": {"rl", "envs", "funnel"},
-       "evaluate": {"rl", "envs"}, "report": {"rl", "envs"}, "study": {"rl", "envs", "enrich"}, "bench": {"rl", "envs"},
+       "evaluate": {"rl", "envs", "funnel"}, "report": {"rl", "envs"}, "study": {"rl", "envs", "enrich"}, "bench": {"rl", "envs"},
        "funnel": {"funnel", "rl", "envs", "study", *CONCEPTS}, "tools": {"tools", "funnel", "rl", "envs", *CONCEPTS, *PROGRAMS}}
 
 

@@ -12,7 +12,8 @@ from peft import PeftModel
 
 from envs import BadInput, DoesNotFit, Env
 from envs.keydoor import HOUSES, KeyDoor
-from funnel import editors, rounds
+from funnel import editors, rounds, teacher
+from funnel import retire as retire_
 from funnel import run as run_
 from funnel.run import Run
 from rl import train
@@ -36,10 +37,10 @@ def scripted_run(outcomes, n=1, **config):
                 for r in rewards]
 
     options = {"outcomes_per_condition": n, "instances": len(outcomes["free"]) // n, "label": "gain", "select": "both",
-               "alpha": 1.0, "seed": 0, "on_policy": False, "temperature": 1.0, "micro_batch_tokens": 1, "history": "full",
+               "alpha": 1.0, "seed": 0, "on_policy": "", "temperature": 1.0, "micro_batch_tokens": 1, "history": "full",
                "token_weights": "jsd", "teacher": "self", "teacher_state": True, "top_k": 0, "log_tokens": 0} | config
     return SimpleNamespace(play=play, played=played, config=SimpleNamespace(state_place="prompt", **options),
-                           stored=lambda k: None, chat=SimpleNamespace(pad_id=0), load=lambda policy: None,
+                           stored=lambda k: None, chat=SimpleNamespace(pad_id=0), load=lambda policy: None, model=None,
                            sample_tasks=lambda what, size: [f"t{i}" for i in range(size)])
 
 
@@ -47,7 +48,7 @@ def scripted_run(outcomes, n=1, **config):
 def stored(monkeypatch):
     """What reaches the teacher: (rewards of the episodes, their weights)."""
     seen = []
-    monkeypatch.setattr(rounds, "weigh", lambda policy, weighed, *_, **how: seen.append(
+    monkeypatch.setattr(teacher, "weigh", lambda policy, weighed, *_, **how: seen.append(
         ([t.reward for t, _ in weighed], [a for _, a in weighed])) or [])
     monkeypatch.setattr(rounds, "save_items", lambda items, path: None)
     return seen
@@ -56,7 +57,8 @@ def stored(monkeypatch):
 def test_three_conditions_make_the_labels(stored):
     run = scripted_run({"free": [0, 0, 0, 1], "previous": [0, 1, 1, 0], "updated": [1, 1, 0, 1]})
     found = rounds.choose_and_teach(run, 1, 0, "- old", "- new")
-    assert found["labels"] == {"00": 1, "01": 1, "10": 1, "11": 1} and found["selected"] == 2
+    assert found["labels"] == {"00": 1, "01": 1, "10": 1, "11": 1, "?": 0} and found["selected"] == 2
+    assert found["chosen"] == {"t0": 1.0, "t1": 1.0}
     assert [(what, state) for what, _, state, _ in run.played] == [("free", ""), ("previous", "- old"),
                                                                     ("updated", "- new")]
     assert len({tasks for _, tasks, _, _ in run.played}) == 1
@@ -65,7 +67,7 @@ def test_three_conditions_make_the_labels(stored):
 
 def test_an_empty_previous_state_is_playing_without(stored):
     run = scripted_run({"free": [0, 0], "updated": [1, 0]})
-    assert rounds.choose_and_teach(run, 1, 0, "", "- new")["labels"] == {"00": 1, "01": 1, "10": 0, "11": 0}
+    assert rounds.choose_and_teach(run, 1, 0, "", "- new")["labels"] == {"00": 1, "01": 1, "10": 0, "11": 0, "?": 0}
     assert [what for what, *_ in run.played] == ["free", "updated"]
 
 
@@ -78,17 +80,29 @@ def test_outcomes_are_means_and_equal_ones_are_equal_in_any_order(stored):
 def test_a_broken_episode_is_no_outcome_and_is_not_distilled(stored):
     nan = math.nan
     run = scripted_run({"free": [0, nan, nan, nan, 0, 0], "updated": [1, nan, 1, 1, nan, nan]}, n=2)
-    assert rounds.choose_and_teach(run, 1, 0, "", "- new")["labels"] == {"00": 2, "01": 1, "10": 0, "11": 0}
+    assert rounds.choose_and_teach(run, 1, 0, "", "- new")["labels"] == {"00": 0, "01": 1, "10": 0, "11": 0, "?": 2}
     assert stored[0] == ([1], [1.0])
+
+
+@pytest.mark.parametrize("label", ["gain", "success"])
+@pytest.mark.parametrize("arm", ["both", "new", "persistent", "all", "random"])
+def test_an_instance_with_an_outcome_unknown_on_one_side_is_never_selected(stored, label, arm):
+    """With --label success too, whose baseline is no outcome."""
+    nan = math.nan
+    run = scripted_run({"free": [nan, 0, 0, 0, 0], "previous": [1, nan, 1, 1, 0], "updated": [1, 1, nan, 1, 1]}, label=label,
+                       select=arm)
+    found = rounds.choose_and_teach(run, 1, 0, "- old", "- new")
+    assert found["labels"] == {"00": 0, "01": 1, "10": 0, "11": 1, "?": 3}
+    assert set(found["chosen"]) == {"new": {"t4"}, "persistent": {"t3"}}.get(arm, {"t3", "t4"})
 
 
 def test_the_other_reading_of_the_bits_is_success(stored):
     run = scripted_run({"free": [1, 0, 1, 0], "previous": [1, 1, 0, 0], "updated": [1, 1, 1, 0]}, label="success")
-    assert rounds.choose_and_teach(run, 1, 0, "- old", "- new")["labels"] == {"00": 1, "01": 1, "10": 0, "11": 2}
+    assert rounds.choose_and_teach(run, 1, 0, "- old", "- new")["labels"] == {"00": 1, "01": 1, "10": 0, "11": 2, "?": 0}
 
 
 def test_on_policy_distils_fresh_state_free_episodes_of_what_was_selected(stored):
-    run = scripted_run({"free": [0, 0, 0], "updated": [0, 1, 1], "student": [0, .5]}, on_policy=True)
+    run = scripted_run({"free": [0, 0, 0], "updated": [0, 1, 1], "student": [0, .5]}, on_policy="round")
     rounds.choose_and_teach(run, 1, 0, "", "- new")
     assert run.played[-1] == ("student", ("t1", "t2"), "", 1) and stored[0] == ([0, .5], [1.0, 1.0])
 
@@ -98,15 +112,15 @@ def test_on_policy_distils_fresh_state_free_episodes_of_what_was_selected(stored
 @pytest.fixture
 def gate_run(monkeypatch):
     """A run of these successes, whose editor proposes `edits`; what that is asked comes into `asked`, states into `written`."""
-    def made(success, edits=(edit("append", content="- New."),), results=()):
+    def made(success, edits=(edit("append", content="- New."),), results=(), metric="success", reward=lambda *a: 0.0):
         written, asked = {}, []
         monkeypatch.setattr(rounds, "propose_edits", lambda run, policy, episodes, state, budget, rejected: (
             asked.append((budget, rejected)), (list(edits), []))[1])
         return SimpleNamespace(
-            config=SimpleNamespace(reflection_batch=2, rounds=5, edits_first=4, edits_last=2, state_limit=100),
+            config=SimpleNamespace(reflection_batch=2, rounds=5, edits_first=4, edits_last=2, state_limit=100, gate_metric=metric),
             sample_tasks=lambda what, size: ["a", "b"], play=lambda *a: [], written=written, asked=asked,
-            success=lambda split, policy, state: {"success": success(split, policy, state)},
-            results=lambda name: list(results) if name == "state" else [{"state": ""}] if name == "start" else [],
+            success=lambda split, policy, state: {"success": success(split, policy, state), "reward": reward(split, policy, state)},
+            results=lambda name="*": [*([{"state": ""}] if name in "*start" else []), *(results if name in "*state" else [])],
             write_state=lambda name, text: written.update({name: text}))
 
     return made
@@ -120,6 +134,17 @@ def test_the_state_gate_is_strict(gate_run, after, accepted):
     assert (found["edits"], found["rejected_edits"]) == (([], [edit("append", content="- New.")])[::-1] if accepted else
                                                          ([], [edit("append", content="- New.")]))
     assert accepted or "validation success" in found["reason"]
+
+
+@pytest.mark.parametrize("metric, success, reward, accepted", [
+    ("success", (0.5, 0.6), (0.3, 0.2), True), ("reward", (0.5, 0.6), (0.3, 0.2), False), ("reward", (0.5, 0.5), (0.3, 0.31), True),
+    ("reward", (0.5, 0.5), (0.3 + 0.2 + 0.1, 0.1 + 0.2 + 0.3), False)])  # above by rounding alone
+def test_the_state_gate_on_success_or_on_reward(gate_run, metric, success, reward, accepted):
+    run = gate_run(lambda split, policy, state: success["New" in state], metric=metric,
+                   reward=lambda split, policy, state: reward["New" in state])
+    found = rounds.evolve_state(run, 1, 0, "")
+    assert found["state_accepted"] == accepted and (accepted or f"validation {metric} is {reward[1]:.3f}" in found["reason"])
+    assert [found[f"{name}_{when}"] for name in ("success", "reward") for when in ("before", "after")] == [*success, *reward]
 
 
 @pytest.mark.parametrize("error, rejected", [(DoesNotFit("no first prompt fits"), True),
@@ -162,15 +187,17 @@ def test_residual_state_keeps_what_is_needed():
 
     def success(split, policy, state):
         asked.append(state)
-        return {"success": 0.5 + 0.1 * ("- B." in state) + 0.1 * ("- E." in state)}
+        return {"success": 0.5, "reward": 0.5 + 0.1 * ("- B." in state) + 0.1 * ("- E." in state)}
 
-    run = SimpleNamespace(success=success)
+    run = SimpleNamespace(success=success, config=SimpleNamespace(gate_metric="reward"))
     state = "# Notes\n" + "\n".join(f"- {letter}." for letter in "ABCDEFGH")
-    assert rounds.residual_state(run, 1, state) == "# Notes\n- B.\n- E."
+    assert retire_.residual_state(run, 1, state) == "# Notes\n- B.\n- E."
     assert len(asked) < 16
+    assert retire_.retire(run, 1, state) == {"before": state, "state": "# Notes\n- B.\n- E.",
+                                             "retired": [f"- {letter}." for letter in "ACDFGH"]}
     asked.clear()
-    run = SimpleNamespace(success=lambda *a: asked.append(a) or {"success": 1.0})
-    assert rounds.residual_state(run, 1, state) == "# Notes"
+    run = SimpleNamespace(success=lambda *a: asked.append(a) or {"success": 1.0}, config=SimpleNamespace(gate_metric="success"))
+    assert retire_.residual_state(run, 1, state) == "# Notes"
     assert len(asked) == 2 and {call[0] for call in asked} == {"valid"}
 
 
@@ -187,18 +214,36 @@ def helpful(monkeypatch):
     def success(self, split, policy, state):
         self.load(policy)
         value = 0.1 + 0.1 * policy + 0.05 * state.count("- ")
-        return {"success": value, "interval": [value, value], "episodes": 6, "score": value,
+        return {"success": value, "interval": [value, value], "episodes": 6, "score": value, "reward": value,
                 "valid_action_fraction": 1.0}
 
     monkeypatch.setattr(Run, "success", success)
     script(monkeypatch)
 
 
+@pytest.fixture
+def absorbing(helpful, monkeypatch, tmp_path):
+    """As `helpful`, but "- Knock.", which the state starts with, is of no use to a policy that was trained. -> the options."""
+    plain = Run.success
+
+    def success(self, split, policy, state):
+        found = plain(self, split, policy, state)
+        return {**found, "success": found["success"] - 0.05 * (policy > 0 and "- Knock." in state)}
+
+    monkeypatch.setattr(Run, "success", success)
+    (tmp_path / "first.md").write_text("- Knock.\n")
+    return [*SMALL, "--state", str(tmp_path / "first.md")]
+
+
 def script(monkeypatch):
     """An editor that always has a new entry, and labels of every kind."""
     monkeypatch.setattr(editors, "count_edits", lambda episodes, state, budget, rejected: [
-        edit("append", content=f"- {HOUSES[len(state.splitlines())]} house, red door: take iron key.")])
+        edit("append", content=f"- {next(house for house in HOUSES if house not in state)} house, red door: take iron key.")])
     monkeypatch.setattr(rounds, "transitions", lambda *outcomes: ["01", "11", "00", "10", "01", "11"])
+
+
+class Stop(BaseException):
+    pass
 
 
 def prompts_of(monkeypatch):
@@ -219,12 +264,14 @@ def test_a_run_writes_the_whole_folder_and_trains_without_the_state(helpful, tmp
     folder = tmp_path / "run"
     rounds.main([*SMALL, "--out", str(folder)])
     out = capsys.readouterr().out
-    assert "00/01/10/11" in out and "1/2/1/2" in out and "after, with the residual state" in out and str(folder) in out
+    assert "00/01/10/11/?" in out and "1/2/1/2/0" in out and str(folder) in out
+    names = ("initial", "initial, + full state", "consolidated", "consolidated, + full state", "consolidated, + residual state")
+    assert [line.partition("  ")[0] for line in out.splitlines()][-len(names) - 1:-1] == list(names)  # Table 5, and one row more
     lines = read(folder / "rounds.jsonl")
     assert [(row["step"], row["state_accepted"], row["policy_accepted"], row["policy"]) for row in lines] == [
         (1, True, True, 1), (2, True, True, 2)]
     for row in lines:
-        assert row["labels"] == {"00": 1, "01": 2, "10": 1, "11": 2} and row["selected"] == 4 and row["optimizer_steps"] == 2
+        assert row["labels"] == {"00": 1, "01": 2, "10": 1, "11": 2, "?": 0} and row["selected"] == 4 and row["optimizer_steps"] == 2
         assert row["success_state"] > row["success_free"] > 0 and row["edits"] and not row["edited_by_hand"]
     evaluations = read(folder / "evaluations.jsonl")
     assert [(row["step"], row["split"], row["policy"], row["state"]) for row in evaluations] == [
@@ -251,12 +298,9 @@ def test_a_run_writes_the_whole_folder_and_trains_without_the_state(helpful, tmp
     assert [prompts for phase, prompts in seen if phase == "002-teacher"][:2] == [{plain}, {f"{plain}\n\n## Notes\n\n{text}"}]
 
 
-class Stop(BaseException):
-    pass
-
-
-def test_a_run_that_is_stopped_in_every_phase_equals_an_unbroken_one(helpful, tmp_path, monkeypatch):
-    rounds.main([*SMALL, "--out", str(tmp_path / "one")])
+def test_a_run_that_is_stopped_in_every_phase_equals_an_unbroken_one(absorbing, tmp_path, monkeypatch):
+    rounds.main([*absorbing, "--out", str(tmp_path / "one")])
+    assert [row["retired"] for row in read(tmp_path / "one" / "rounds.jsonl")] == [["- Knock."], []]
     plain, stopped = Run.once, set()
 
     def once(self, round_, name, work):
@@ -269,14 +313,14 @@ def test_a_run_that_is_stopped_in_every_phase_equals_an_unbroken_one(helpful, tm
         return plain(self, round_, name, broken)
 
     monkeypatch.setattr(Run, "once", once)
-    argv = [*SMALL, "--out", str(tmp_path / "two")]
-    for attempt in range(10):
+    argv = [*absorbing, "--out", str(tmp_path / "two")]
+    for attempt in range(12):
         try:
             rounds.main([*argv, "--resume"] if attempt else argv)
             break
         except Stop:
             continue
-    assert len(stopped) == attempt == 9
+    assert len(stopped) == attempt == 11
     clock = {"rollout_seconds"}
     for name in ("rounds.jsonl", "evaluations.jsonl", "rollouts.jsonl", "metrics.jsonl"):
         one, two = ([{key: value for key, value in row.items() if key not in clock} for row in read(tmp_path / run / name)]
@@ -284,6 +328,151 @@ def test_a_run_that_is_stopped_in_every_phase_equals_an_unbroken_one(helpful, tm
         assert one == two and one, name
     weights = [(tmp_path / run / "adapter" / "adapter_model.safetensors").read_bytes() for run in ("one", "two")]
     assert weights[0] == weights[1]
+    states = [{path.name: path.read_text() for path in (tmp_path / run / "states").iterdir()} for run in ("one", "two")]
+    assert states[0] == states[1] and len(states[0]) == 4
+
+
+# Retirement
+
+def test_what_a_committed_policy_does_without_leaves_the_state(absorbing, tmp_path, monkeypatch, capsys):
+    """In the round, before the next one begins; the report at the end has all of what the last policy was taught from."""
+    seen, folder = prompts_of(monkeypatch), tmp_path / "run"
+    rounds.main([*absorbing, "--out", str(folder)])
+    one, two = read(folder / "rounds.jsonl")
+    states = [(folder / "states" / f"00{n}.md").read_text().splitlines() for n in range(3)]
+    assert states[0] == ["- Knock."] and len(states[1]) == 1 and states[1] == states[2][:1] and "- Knock." not in states[1] + states[2]
+    assert (one["retired"], one["entries"], two["retired"], two["entries"]) == (["- Knock."], 1, [], 2)
+    assert not two["edited_by_hand"]  # by the run itself
+    assert [prompts for phase, prompts in seen if phase == "002-state"] == [{f"{KeyDoor.system_prompt}\n\n{states[1][0]}"}]
+    assert [prompts for phase, prompts in seen if phase == "001-teacher"][1] == {f"{KeyDoor.system_prompt}\n\n- Knock."}
+    line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("    1  accepted"))
+    assert line.split()[-4:-2] == ["1", "1"]  # retired, entries
+    report = json.loads((folder / "phases" / "002-report.json").read_text())
+    assert (report["entries"], report["residual_entries"]) == (2, 2)
+
+
+def test_the_report_has_the_full_state_beside_the_residual_one(absorbing, tmp_path):
+    folder = tmp_path / "run"
+    rounds.main([*absorbing, "--rounds", "1", "--out", str(folder)])
+    report = json.loads((folder / "phases" / "001-report.json").read_text())
+    assert (report["entries"], report["residual_entries"]) == (2, 1)
+    full, residual = report["evaluations"][-2:]
+    assert (full["success"], residual["success"]) == pytest.approx((0.25, 0.25)) and residual["residual"]
+    assert (folder / "states" / "001.md").read_text() == (folder / "states" / "residual.md").read_text() != ""
+
+
+def test_no_retire_keeps_the_entries_until_the_end(absorbing, tmp_path):
+    folder = tmp_path / "run"
+    rounds.main([*absorbing, "--no-retire", "--out", str(folder)])
+    assert [(row["retired"], row["entries"]) for row in read(folder / "rounds.jsonl")] == [([], 2), ([], 3)]
+    assert not list((folder / "phases").glob("*retire*"))
+    assert "- Knock." in (folder / "states" / "002.md").read_text() and "- Knock." not in (folder / "states" / "residual.md").read_text()
+
+
+def test_a_rejected_policy_retires_nothing(absorbing, tmp_path):
+    rounds.main([*absorbing, "--policy-gate", "rise", "--rl-weight", "0", "--mode", "state-only", "--out", str(tmp_path / "run")])
+    assert [row["retired"] for row in read(tmp_path / "run" / "rounds.jsonl")] == [[], []]
+
+
+def test_a_state_edited_by_hand_before_its_entries_are_gone_counts(absorbing, tmp_path, monkeypatch):
+    plain, folder = Run.once, tmp_path / "run"
+
+    def once(self, round_, name, work):
+        if name == "round":
+            raise Stop
+        return plain(self, round_, name, work)
+
+    with monkeypatch.context() as patch, pytest.raises(Stop):
+        patch.setattr(Run, "once", once)
+        rounds.main([*absorbing, "--rounds", "1", "--out", str(folder)])
+    assert json.loads((folder / "phases" / "001-retire.json").read_text())["retired"] == ["- Knock."]
+    (folder / "states" / "001.md").write_text("- Knock.\n- By hand.\n")
+    rounds.main([*absorbing, "--rounds", "1", "--out", str(folder), "--resume"])
+    line, = read(folder / "rounds.jsonl")
+    assert (folder / "states" / "001.md").read_text() == "- Knock.\n- By hand.\n" and line["entries"] == 2 and line["retired"] == []
+    assert json.loads((folder / "phases" / "001-report.json").read_text())["entries"] == 2
+    (folder / "states" / "001.md").write_text(f"{json.loads((folder / 'phases' / '001-retire.json').read_text())['before']}\n")
+    rounds.main([*absorbing, "--rounds", "2", "--out", str(folder), "--resume"])  # put back by hand: the next round starts from it
+    assert read(folder / "rounds.jsonl")[1]["edited_by_hand"] and (folder / "states" / "001.md").read_text().startswith("- Knock.")
+
+
+# On-policy, per step
+
+@pytest.mark.parametrize("who", ["self", "base"])
+def test_on_policy_steps_distil_the_students_own_episodes_of_that_step(helpful, tmp_path, monkeypatch, who):
+    """pi_k scores them, with its weights as they were, while the student moves away; the RL term has the same episodes."""
+    log, plain = [], {name: getattr(where, name) for where, name in (
+        (teacher, "weigh"), (teacher, "consult"), (rounds, "distillation_gradient"))}
+
+    def own(model):
+        return torch.cat([p.detach().flatten() for p in model.parameters() if p.requires_grad]).clone()
+
+    def without_adapter(model):
+        return next(m for m in model.modules() if hasattr(m, "lora_A")).disable_adapters
+
+    def weigh(model, weighed, *a, **how):
+        log.append(["weigh", own(model), without_adapter(model), [t for t, _ in weighed], [x for _, x in weighed]])
+        return plain["weigh"](model, weighed, *a, **how)
+
+    def consult(model, items, *a, **how):
+        log.append(["consult", [p.detach().clone() for p in model.parameters() if p.shape][0], without_adapter(model), how["sees_state"]])
+        return plain["consult"](model, items, *a, **how)
+
+    def gradient(model, items, *a, **how):
+        log.append(["gradient", own(model), without_adapter(model), len(items)])
+        return plain["distillation_gradient"](model, items, *a, **how)
+
+    for where, name, new in ((teacher, "weigh", weigh), (teacher, "consult", consult), (rounds, "distillation_gradient", gradient)):
+        monkeypatch.setattr(where, name, new)
+    played, episodes = [], Run.episodes
+    monkeypatch.setattr(Run, "episodes", lambda self, requests, state: played.append(
+        (self.phase, state, episodes(self, requests, state))) or played[-1][2])
+    folder = tmp_path / "run"
+    rounds.main([*SMALL, "--on-policy", "step", "--teacher", who, "--rounds", "1", "--lr", "1e-2", "--alpha", "0.5", "--distill-batch", "3",
+                 "--out", str(folder)])
+    assert [entry[0] for entry in log] == ["weigh", "consult", "gradient"] * 2  # nothing is asked before training, all at each step
+    chosen = json.loads((folder / "phases" / "001-teacher.json").read_text())["chosen"]
+    assert sorted(chosen.values()) == [0.5, 0.5, 1.0, 1.0]
+    seeds = {t.task: t.seed for phase, _, part in played if phase == "001-teacher" for t in part}
+    steps = [(state, part) for phase, state, part in played if phase == "001-policy"]
+    weights, asked, moved = log[0::3], log[1::3], log[2::3]
+    for (state, part), weighed in zip(steps, weights, strict=True):
+        assert state == "" and all(t.task in chosen and t.seed == seeds[t.task] for t in part)
+        assert len(weighed[3]) == 3 and all(any(t is other for other in part) for t in weighed[3])  # the very episodes of the step
+        assert weighed[4] == [chosen[t.task] for t in weighed[3]]
+    assert torch.equal(weights[0][1], weights[1][1])  # pi_k, at the second step too
+    assert torch.equal(moved[0][1], weights[0][1]) and not torch.equal(moved[1][1], weights[0][1])  # the student has moved
+    assert [entry[2] for entry in weights + asked + moved] == [False] * 2 + [who == "base"] * 2 + [False] * 2
+    assert all(entry[3] for entry in asked) and [entry[3] for entry in moved] == [3, 3]
+    line, = read(folder / "rounds.jsonl")
+    assert (line["selected"], line["trajectories"]) == (4, 6) and line["tokens"] > 6
+    assert not list(folder.rglob("*.pt"))
+
+
+def test_another_teacher_stands_beside_the_student_with_on_policy_steps(helpful, tmp_path, monkeypatch):
+    loaded, asked, plain, consult = [], [], run_.load_frozen, teacher.consult
+    monkeypatch.setattr(run_, "load_frozen", lambda *how: loaded.append(plain(*how)) or loaded[-1])
+    monkeypatch.setattr(teacher, "consult", lambda model, *a, **how: asked.append(model) or consult(model, *a, **how))
+    rounds.main([*SMALL, "--out", str(tmp_path / "run"), "--rounds", "1", "--on-policy", "step", "--teacher", str(ROOT / "tiny-keydoor")])
+    assert len(loaded) == 1 and len(asked) == 2 and all(model is loaded[0][0] for model in asked)
+
+
+def test_base_is_the_model_without_its_adapter(helpful, tmp_path, monkeypatch):
+    """In round 1 that is the policy itself, later it is not."""
+    found, consult = [], teacher.consult
+
+    def asked(model, items, *a, **how):
+        consult(model, items, *a, **how)
+        found.append((rounds_of[0], items[0].logp))
+
+    rounds_of, once = [0], Run.once
+    monkeypatch.setattr(Run, "once", lambda self, k, name, work: (rounds_of.__setitem__(0, k), once(self, k, name, work))[1])
+    monkeypatch.setattr(teacher, "consult", asked)
+    for who in ("self", "base"):
+        rounds.main([*SMALL, "--out", str(tmp_path / who), "--teacher", who, "--lr", "1e-2", "--no-retire"])
+    own, base = ({k: logp for k, logp in part} for part in (found[:2], found[2:]))
+    assert torch.equal(own[1], base[1])
+    assert own[2].shape != base[2].shape or not torch.allclose(own[2], base[2], atol=1e-3)
 
 
 def test_test_tasks_are_not_touched_before_the_report(tmp_path, monkeypatch):
@@ -313,7 +502,11 @@ def test_test_tasks_are_not_touched_before_the_report(tmp_path, monkeypatch):
 
 ARM_RUNS = {"both": [], "all": ["--select", "all"], "random-uniform": ["--select", "random", "--token-weights", "uniform"],
             "no-teacher": ["--teacher", "none"], "blind": ["--no-teacher-state"], "distil-only": ["--rl-weight", "0"],
-            "dapo": ["--rl-loss", "dapo"], "gspo": ["--rl-loss", "gspo", "--on-policy", "--top-k", "8"],
+            "dapo": ["--rl-loss", "dapo"], "gspo": ["--rl-loss", "gspo", "--on-policy", "round", "--top-k", "8"],
+            "step": ["--on-policy", "step"], "step-dapo": ["--on-policy", "step", "--rl-loss", "dapo", "--minibatches", "1"],
+            "step-distil-only": ["--on-policy", "step", "--rl-weight", "0"], "base": ["--teacher", "base"],
+            "step-base": ["--on-policy", "step", "--teacher", "base", "--top-k", "8"],
+            "step-another": ["--on-policy", "step", "--teacher", str(ROOT / "tiny-keydoor")],
             "policy-only": ["--mode", "policy-only"]}
 
 
@@ -352,7 +545,7 @@ def test_the_policy_gate_and_a_rejected_policy_is_gone(helpful, tmp_path, monkey
         model = self.load(policy)
         weights[self.phase, policy] = [p.detach().clone() for p in model.parameters() if p.requires_grad]
         value = 0.1 + (after - 0.1) * (policy > 0) + 0.05 * state.count("- ")
-        return {"success": value, "interval": [value, value], "episodes": 6, "score": value,
+        return {"success": value, "interval": [value, value], "episodes": 6, "score": value, "reward": value,
                 "valid_action_fraction": 1.0}
 
     monkeypatch.setattr(Run, "success", success)
@@ -409,7 +602,7 @@ def test_an_editor_that_answers_nonsense_costs_the_round_alone(helpful, tmp_path
 
 
 def test_another_teacher_comes_while_the_policy_is_out_of_memory(helpful, tmp_path, monkeypatch):
-    held, plain, consult = [], run_.load_frozen, rounds.consult
+    held, plain, consult = [], run_.load_frozen, teacher.consult
 
     def load(*how):
         held.append([module for module in gc.get_objects() if isinstance(module, PeftModel)])
@@ -418,7 +611,7 @@ def test_another_teacher_comes_while_the_policy_is_out_of_memory(helpful, tmp_pa
     gc.collect()
     others = len([module for module in gc.get_objects() if isinstance(module, PeftModel)])  # of other tests
     monkeypatch.setattr(run_, "load_frozen", load)
-    monkeypatch.setattr(rounds, "consult", lambda model, *a, **how: (
+    monkeypatch.setattr(teacher, "consult", lambda model, *a, **how: (
         held.append(model.num_parameters()), consult(model, *a, **how)))
     rounds.main([*SMALL, "--out", str(tmp_path / "run"), "--rounds", "1", "--teacher", str(ROOT / "tiny-keydoor"), "--top-k", "16"])
     assert len(held[0]) == others and held[1] > 700_000 and len(held) == 2
@@ -494,6 +687,8 @@ def test_an_episode_with_an_id_that_has_no_token_is_not_shown_to_another_teacher
     (["--rl-weight", "0", "--teacher", "none"], "nothing would be trained"),
     (["--state", "nothing.md"], "the state nothing.md cannot be read"),
     (["--teacher", "/no/teacher"], "cannot load the teacher"),
+    (["--on-policy"], "expected one argument"), (["--on-policy", "always"], "--on-policy must be round, step"),
+    (["--gate-metric", "score"], "--gate-metric must be success, reward"),
     (["--tasks", "nowhere"], "unknown task"), (["--editor", "oracle"], "--editor must be count, model"),
     (["--resume"], "no run in .* to resume")])
 def test_bad_options_are_one_line_and_leave_no_folder(tmp_path, argv, said):
@@ -510,6 +705,25 @@ def test_an_empty_split_is_one_line(tmp_path, monkeypatch, split):
         lambda cls, name, **how: [] if name == split else plain(cls, name, **how)))
     with pytest.raises(BadInput, match=f"keydoor has no {split} tasks"):
         rounds.main([*SMALL, "--out", str(tmp_path / "run")])
+
+
+def test_a_run_from_before_these_options_resumes_or_is_refused_in_one_line(helpful, tmp_path):
+    folder = tmp_path / "run"
+    argv = [*SMALL, "--out", str(folder), "--mode", "state-only", "--rounds", "1"]
+    rounds.main(argv)
+    file = folder / "config.json"
+    old = {name: value for name, value in json.loads(file.read_text()).items() if name not in ("retire", "gate_metric")}
+    for was, words in ((False, []), (True, ["--on-policy", "round"])):
+        file.write_text(json.dumps(old | {"on_policy": was}))
+        with pytest.raises(BadInput, match="has --retire False, not True"):
+            rounds.main([*argv, "--resume", *words])
+        with pytest.raises(BadInput, match="has --gate-metric success, not reward"):
+            rounds.main([*argv, "--resume", *words, "--no-retire", "--gate-metric", "reward"])
+        other = ["--on-policy", "step"]
+        with pytest.raises(BadInput, match=f"has --on-policy {'round' if was else 'nothing'}, not step"):
+            rounds.main([*argv, "--resume", *other, "--no-retire"])
+        rounds.main([*argv, "--resume", *words, "--no-retire"])
+        assert json.loads(file.read_text())["on_policy"] == ("round" if was else "")
 
 
 def test_another_runs_options_are_refused_on_resume(helpful, tmp_path):
@@ -566,11 +780,12 @@ WORD = ["--env", "test_rounds:Word", "--rounds", "1", "--steps", "12", "--rl-wei
         "--instances", "24", "--eval-episodes", "24", "--max-new-tokens", "3"]
 
 
-@pytest.mark.parametrize("teacher_sees", [True, False])
-def test_what_the_state_says_goes_into_the_weights(obedient, tmp_path, monkeypatch, teacher_sees):
+@pytest.mark.parametrize("options, teacher_sees", [([], True), (["--no-teacher-state"], False), (["--on-policy", "step"], True),
+                                                   (["--on-policy", "step", "--teacher", "base"], True)],
+                         ids=lambda value: " ".join(value) if isinstance(value, list) else "")
+def test_what_the_state_says_goes_into_the_weights(obedient, tmp_path, monkeypatch, options, teacher_sees):
     monkeypatch.setattr(rounds, "propose_edits", lambda *a: ([edit("append", content="- play go.")], []))
-    blind = [] if teacher_sees else ["--no-teacher-state"]
-    rounds.main([*WORD, "--model", obedient, "--out", str(tmp_path / "run"), *blind])
+    rounds.main([*WORD, "--model", obedient, "--out", str(tmp_path / "run"), *options])
     line, = read(tmp_path / "run" / "rounds.jsonl")
     assert line["state_accepted"] and line["labels"]["01"] == line["selected"] >= 6
     assert line["labels"]["11"] == line["labels"]["10"] == 0
@@ -580,5 +795,6 @@ def test_what_the_state_says_goes_into_the_weights(obedient, tmp_path, monkeypat
     left = (tmp_path / "run" / "states" / "residual.md").read_text()
     if teacher_sees:
         assert line["policy_accepted"] and after == 1.0 and left == ""  # the entry is needless now
+        assert line["retired"] == ["- play go."] and (tmp_path / "run" / "states" / "001.md").read_text() == ""
     else:
         assert after < 0.5 and left == "- play go.\n"

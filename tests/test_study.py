@@ -9,6 +9,7 @@ import pytest
 
 import study
 from envs import BadInput
+from funnel.options import FunnelOptions, with_defaults
 from rl.options import Config, parse
 from study import paired, read_run, verdict
 
@@ -123,6 +124,19 @@ def test_the_study_of_distillation(fake):
     assert got["program"] == "distill.py" and got["arms"]["random"]["options"] == ["--rounds", "3", "--select", "random"]
     with pytest.raises(BadInput, match="unknown arm 'both'"):
         study.distillation(["--arms", "full", "both"])
+
+
+def test_the_arms_of_distillation_are_options_of_it_and_all_different_but_skillopt(monkeypatch):
+    made = {arm: vars(with_defaults(parse(FunnelOptions, words, common=FunnelOptions))) | {"started": ""}
+            for arm, words in study.DISTILL_ARMS.items()}
+    same = [{one, other} for one in made for other in made if one < other and made[one] == made[other]]
+    assert same == [{"skillopt", "state-only"}]
+    seen = []
+    monkeypatch.setattr(study, "study", lambda args, program, arms, facts: seen.extend(arms))
+    study.distillation([])
+    assert set(seen) == {*study.DISTILL_ARMS} - {"skillopt"}  # not run twice
+    study.distillation(["--arms", "full", "skillopt", "skillopt-lite"])
+    assert seen[-2:] == ["skillopt", "skillopt-lite"]
 
 
 def test_supervised_has_as_many_steps(fake):
