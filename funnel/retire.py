@@ -12,7 +12,7 @@ def retire(run, policy, state) -> dict:
     """The state with all entries, what is left of it, and the entries that go. Writes nothing: the state's file stays until the round
     is closed, so a stop in this phase costs this phase alone."""
     left = residual_state(run, policy, state)
-    return {"before": state, "state": left, "retired": [line for line in entries(state) if line not in left.splitlines()]}
+    return {"before": state, "state": left, "retired": [line for line in entries(state) if line not in entries(left)]}
 
 
 def residual_state(run, policy, state) -> str:
