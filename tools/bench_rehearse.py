@@ -14,6 +14,7 @@ load (4 bits are packed here), adapter, trial, rollout on the built-in game, upd
    activations that are made again are no progress; `with_recompute` counts the activations. With 4 bits the time to unpack them is in.
 4. Random weights win no game, so `Varied` rewards by the answer's letters: a group has a spread, and the learner something to do.
 """
+import ctypes
 import json
 import math
 import os
@@ -192,6 +193,10 @@ def rehearse(how):
     # The policy, as load_policy makes it
     with phase(figures, "load"):
         base, tokenizer = load_model(config.model, config.bits)
+        if config.bits == 4 and base.device.type == "cpu":  # let go of what loading leaves resident and nobody uses
+            for p in base.parameters():  # one tensor in the mapped file of 16-bit weights keeps all of its pages
+                p.data = p.data if p.dtype == torch.uint8 else p.data.clone()
+            ctypes.CDLL("libc.so.6").malloc_trim(0)
         model = add_lora(base, config.lora_rank, seed=config.seed)
     with phase(figures, "trial"):
         chat = tried_chat(model, tokenizer, config.thinking, config.max_context)
