@@ -554,7 +554,7 @@ def obedient(words, tmp_path_factory):
         prompt = chat.prompt([("system", system), ("user", f"you see {n % 9 + 1}.")])
         action = [*chat.text_ids(said), words.eos_token_id]
         rows.append(Row(prompt + action, [0] * len(prompt) + [1] * len(action)))
-    supervise(model.requires_grad_(True), rows, chat.pad_id, steps=200, batch=32, lr=3e-3, seed=0)
+    supervise(model.requires_grad_(True), rows, chat.pad_id, steps=100, batch=32, lr=3e-3, seed=1)
     folder = tmp_path_factory.mktemp("obedient")
     model.save_pretrained(folder)
     words.save_pretrained(folder)
@@ -562,7 +562,7 @@ def obedient(words, tmp_path_factory):
     return str(folder)
 
 
-WORD = ["--env", "test_rounds:Word", "--rounds", "1", "--steps", "12", "--rl-weight", "0", "--lr", "1e-2",
+WORD = ["--env", "test_rounds:Word", "--rounds", "1", "--steps", "24", "--rl-weight", "0", "--lr", "5e-3",
         "--instances", "24", "--eval-episodes", "24", "--max-new-tokens", "3",
         "--state-limit", "99", "--editor-characters", "99", "--editor-tokens", "99"]
 

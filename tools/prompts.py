@@ -1,6 +1,6 @@
 """What `python distill.py --prompts` shows: the prompts of Phase I for an environment, made of real episodes: reflection on failures
 and on successes, merging, ranking. No model is loaded. The episodes are played along the gold path and at random; what stands for the
-editor's answers are two made-up edits."""
+editor's answers are made-up edits."""
 import json
 import random
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from funnel.state import read_state
 from rl.options import option, parse
 from rl.rollout import Trajectory, play_turn
 
-EDITS = [{"op": "append", "content": f"- {text}", "support": n} for n, text in ((3, "(an edit)"), (1, "(another edit)"))]
+REJECTED = [{"edits": [{"op": "append", "content": "- (a rejected edit)", "support": 2}], "before": 0.5, "after": 0.25}]
 
 
 @dataclass
@@ -47,7 +47,7 @@ def main(argv=None):
     rng = random.Random(config.seed)
     episodes = [play(env, task, config.max_turns or env.max_turns, gold) for gold in (False, True)
                 for task in rng.sample(tasks, min(3, len(tasks)))]
-    seen = set()
+    seen, budget = set(), config.edits_first
 
     def ask(prompts):
         for system, user in prompts:
@@ -55,11 +55,10 @@ def main(argv=None):
             if title not in seen:
                 print(plain(f"\n{'=' * 40} system\n{system}\n{'-' * 40} user\n{user}"))
             seen.add(title)
-        return [json.dumps({"edits": [{**edit, "content": f"{edit['content']} {len(seen)}.{n}"} for edit in EDITS]})
+        return [json.dumps([{"op": "append", "content": f"- (edit {len(seen)}.{n}.{m})", "support": 2} for m in range(2 * budget)])
                 for n, _ in enumerate(prompts)]
 
-    model_edits(ask, env, episodes, state, 1, [{"edits": EDITS[:1], "before": 0.5, "after": 0.25}], most=config.editor_characters,
-                together=2)
+    model_edits(ask, env, episodes, state, budget, REJECTED, most=config.editor_characters, together=2)
     env.close()
     print(f"\n{len(episodes)} episodes of {config.env}, of which {sum(t.success for t in episodes)} succeeded, two in a prompt; in training up "
           f"to eight. The longest has {max(len(env.reflection(t)) for t in episodes):,} characters of --editor-characters "
