@@ -226,6 +226,8 @@ def test_no_two_edits_touch_one_line():
     assert kept == [replace, other, more, {**more, "content": "- G."}, edit("append", content="- A.")]
     assert [row["reason"] for row in dropped] == ["another edit touches the same line"] * 2
     assert one_a_line([more, edit("delete", "- E.")])[0] == [more]
+    ask, _ = asking(lambda *_: answer(replace, delete))
+    assert model_edits(ask, Shop(), [episode(1, False)], "- A.", 4, most=9)[0] == [replace]
 
 
 def test_an_episode_says_how_it_ended_and_is_cut_in_its_middle_with_a_notice():
