@@ -2,6 +2,7 @@
 
     python distill.py                   # the whole loop on the built-in game and model, no network, minutes on a laptop
     python distill.py --study --quick   # arms of the loop against each other (study.py)
+    python distill.py --prompts         # what an editor is asked, of episodes of --env
     from distill import transitions, selection_weights, state_response_weights, distill_loss    # needs torch alone
 
     (S_k, pi_k)  ->  S_k+1  ->  pi_k+1  ->  S_k+2  ->  ...      S a task-specific text, pi the policy's weights
@@ -112,6 +113,11 @@ def log_softmax(logits):
 
 
 if __name__ == "__main__":
-    from funnel.rounds import main
+    import sys
+
     from rl.runs import cli
+    if "--prompts" in sys.argv:
+        from tools.prompts import main
+    else:
+        from funnel.rounds import main
     cli(main)

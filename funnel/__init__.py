@@ -3,7 +3,8 @@
     rounds.py     the algorithm: Phase I and Phase II, their gates, what a round and the end report
     run.py        what it is done with: episodes, policies in and out of memory, phases kept on disk
     state.py      a state's entries, edits of it, the environment that shows it
-    editors.py    who proposes edits: a counting editor for the built-in game, a language model
+    editors.py    who proposes edits: a language model and its prompts, or counting.py, for the built-in game
+    edits.py      edits as models write them, read
     teacher.py    the teacher's log-probs, token weights, the gradient of Eq. 8
     retire.py     which entries a policy does without
 

@@ -13,7 +13,7 @@ import plan
 import study
 from funnel import rounds
 from rl import options, train
-from tools import show
+from tools import prompts, show
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "results").glob("*.md"))]
 CODE = [path for room in ("", "envs", "rl", "funnel", "tools", "examples", "docs") for path in sorted((ROOT / room).glob("*.py"))]
@@ -56,6 +56,8 @@ def test_commands_parse(page, monkeypatch):
             {"enrich.py": show, "distill.py": rounds}[file].main(argv)
         elif file in ("grpo.py", "dapo.py", "gspo.py", "evaluate.py", "plan.py"):
             importlib.import_module(file[:-3]).main(argv)
+        elif file == "distill.py" and "--prompts" in argv:
+            options.parse(prompts.PromptOptions, argv, common=prompts.PromptOptions)
         elif file == "distill.py":
             rounds.main(argv)
         elif file == "enrich.py":

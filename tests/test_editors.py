@@ -11,6 +11,7 @@ from envs.keydoor import METALS, KeyDoor, lock_metal
 from funnel.counting import count_edits
 from funnel.editors import (check_editor, context, cut, distinct, merge, model_edits, one_a_line, packed, propose_edits,
                             reflection_system, shown)
+from funnel.options import FunnelOptions, with_defaults
 from funnel.state import StateEnv
 from rl.rollout import Trajectory, Turn
 
@@ -225,6 +226,8 @@ def test_no_two_edits_touch_one_line():
     assert kept == [replace, other, more, {**more, "content": "- G."}, edit("append", content="- A.")]
     assert [row["reason"] for row in dropped] == ["another edit touches the same line"] * 2
     assert one_a_line([more, edit("delete", "- E.")])[0] == [more]
+    ask, _ = asking(lambda *_: answer(replace, delete))
+    assert model_edits(ask, Shop(), [episode(1, False)], "- A.", 4, most=9)[0] == [replace]
 
 
 def test_an_episode_says_how_it_ended_and_is_cut_in_its_middle_with_a_notice():
@@ -246,6 +249,17 @@ def test_what_does_not_fit_has_fewer_episodes_or_shorter_ones():
     asked.clear()
     model_edits(ask, Shop(), [episode(0, False)], "", 4, most=9000, fits=lambda system, user: len(system + user) <= empty + 1000)
     assert len(asked[0][0][1]) < empty + 1000 and "left out" in asked[0][0][1]
+
+
+def test_the_counting_editor_is_for_the_built_in_game_alone():
+    def editor(**options):
+        return with_defaults(FunnelOptions(**options)).editor
+
+    assert editor() == "count" and editor(env="searchqa", model="m") == "model" and editor(editor="model") == "model"
+    assert editor(env="searchqa", model="m", editor="count", mode="policy-only") == "count"  # it is never asked
+    with pytest.raises(BadInput, match="pass --editor model") as caught:
+        editor(env="searchqa", model="m", editor="count")
+    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("more, said", [({}, None), ({"state_limit": 40_000}, "--state-limit 40,000"), ({"mode": "policy-only", "state_limit":

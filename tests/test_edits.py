@@ -52,9 +52,11 @@ FORMS = {
     "no bracket at the end": LIST[:-1], "no brackets at the end": LIST[:-2], "no bracket at the beginning": LIST[1:],
     "an edit without its end": LIST.replace('."}, {', '.", {'), "an edit without its beginning": LIST.replace(', {"op": "r', ', "op": "r'),
     "brackets too many": LIST.replace('."}, {', '."}}, {') + "]}", "ended too early": f"[{ONE}], {TWO}, {THREE}]",
-    "cut in the next edit": LIST[:-1] + ', {"op": "append", "content": "And then', "cut in the next key": LIST[:-1] + ', {"op": "append", "con',
+    "cut in the next edit": LIST[:-1] + ', {"op": "append", "content": "And then',
+    "cut in the next key": LIST[:-1] + ', {"op": "append", "con',
     "cut in the next, with the end of a fence": f'```json\n{LIST[:-1]}, {{"op": "append", "content": "And then\n```\nThat "is" all.',
-    "one bad edit between": f'[{ONE}, {{"op": "append", "content": oh no}}, {TWO}, {THREE}]', "one that is none": f"[{ONE}, 7, {TWO}, {THREE}]",
+    "one bad edit between": f'[{ONE}, {{"op": "append", "content": oh no}}, {TWO}, {THREE}]',
+    "one that is none": f"[{ONE}, 7, {TWO}, {THREE}]",
     "more in an edit": LIST.replace('"op"', '"why": "it, \\"helps\\": yes", "op"'), "NaN in it": LIST.replace('"op"', '"score": NaN, "op"'),
 }
 
@@ -72,7 +74,8 @@ def test_the_table_is_large_enough():
 
 @pytest.mark.parametrize("text, want", [
     ('"Look\nfirst."', "Look\nfirst."), ('"Say "yes" first."', 'Say "yes" first.'), ('"Say "yes", then go."', 'Say "yes", then go.'),
-    ('"When it says "done": stop."', 'When it says "done": stop.'), ("'Don't look.'", "Don't look."), ('"A \\"b\\" \\u00e9 \\(c\\)."', 'A "b" é \\(c\\).'),
+    ('"When it says "done": stop."', 'When it says "done": stop.'), ("'Don't look.'", "Don't look."),
+    ('"A \\"b\\" \\u00e9 \\(c\\)."', 'A "b" é \\(c\\).'),
     ('"\\ud83d\\ude00 good"', "😀 good"), ('"""Two\nlines."""', "Two\nlines."), ('"Say “yes”, \'no\'."', "Say “yes”, 'no'."),
     ('"a: {\\"op\\": \\"x\\"}, b"', 'a: {"op": "x"}, b'), ('"| a | b |\n|---|---|\n| 1 | 2 |"', "| a | b |\n|---|---|\n| 1 | 2 |"),
     ('"Run:\n```\nls\n```"', "Run:\n```\nls\n```")])
@@ -96,6 +99,7 @@ def test_a_cut_answer_gives_whole_edits_alone(more):
 @pytest.mark.parametrize("answer, reason", [
     (f"<think>Perhaps {LIST}", "thinking did not end"), (f"<think>a</think>b<think>{LIST}", "thinking did not end"),
     ('[{"op": "append", "content": "half a sen', "cut off"), ('{"op": "append", "content": "half a sen', "cut off"),
+    ('```json\n[{"op": "append", "content": "half a sen\n```\nThat is "all"]', "cut off"),
     (f"Draft:\n{DRAFT}\nFinal:\n[]", "a later list"), ('[{"op": "append", "content": NaN}]', "as text"),
     ('[{"op": "append", "content": 12}]', "as text"), ('[{"op": "append", "content": ["a"]}]', "as text"),
     ("[[[[[[[[[[[[1]]]]]]]]]]]]", "no JSON list"), ("[{}]", "op is not one of"), ('[{"op": NaN}]', "op is not one of")])
@@ -134,8 +138,9 @@ def test_a_draft_is_logged_and_a_final_list_that_was_cut_leaves_it():
     assert parse_edits(f'Draft:\n{LIST}\nFinal:\n[{{"op": "append", "con', 8)[0] == WANT
 
 
-@pytest.mark.parametrize("piece", ["[", "{", "[{", "]", '"', "'", '{"a":', "[1,", '["', "[/*", "[//", '[{"op": "', "{op:", "\\", '{"a":"', "[{'op':'",
-                                   '{"op": "append", "content": "', '[{"op": "append", "content": "a"},', "<think>", "</think>", '{"edits":['])
+@pytest.mark.parametrize("piece", ["[", "{", "[{", "]", '"', "'", '{"a":', "[1,", '["', "[/*", "[//",
+                                   '[{"op": "', "{op:", "\\", '{"a":"', "[{'op':'", "<think>", "</think>", '{"edits":[',
+                                   '{"op": "append", "content": "', '[{"op": "append", "content": "a"},'])
 def test_two_hundred_thousand_characters_of_anything_are_read_at_once(piece):
     begin = time.process_time()
     parse_edits(piece * (200_000 // len(piece)), 8)
@@ -149,7 +154,7 @@ def test_support_is_kept_where_it_is_a_number():
         assert edits == [{**WANT[0], **want}]
 
 
-@pytest.mark.parametrize("answer, want", [("[3, 1, 99, 1]", [3, 1]), ("First [0].\n```json\n{\"order\": [2, 0]}\n```", [2, 0]), ("[1, 2", [1, 2]),
+@pytest.mark.parametrize("answer, want", [("[3, 1, 99, 1]", [3, 1]), ("[1, 2", [1, 2]), ("First [0].\n```json\n{\"order\": [2, 0]}\n```", [2, 0]),
                                           ("none", []), ("[]", []), ("<think>[1]", []), ("[" + "9" * 10_000 + "]", [])])
 def test_numbers_of_a_ranking(answer, want):
     assert parse_numbers(answer, 4) == want

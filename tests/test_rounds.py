@@ -579,9 +579,9 @@ def test_a_state_edited_by_hand_between_rounds_is_what_the_next_round_starts_fro
     argv, folder = [*SMALL, "--out", str(tmp_path / "run")], tmp_path / "run"
     rounds.main([*argv, "--rounds", "1"])
     file = folder / "states" / "001.md"
-    file.write_text("- " + "x" * 5000)
+    file.write_text("- " + "x" * 17_000)
     kept = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-    with pytest.raises(BadInput, match="001.md has 5,002 characters, more than the limit of 4,000"):
+    with pytest.raises(BadInput, match="001.md has 17,002 characters, more than the limit of 16,000"):
         rounds.main([*argv, "--resume"])
     assert {path: path.read_bytes() for path in kept if path.name != "config.json"} == {
         path: data for path, data in kept.items() if path.name != "config.json"}
@@ -590,7 +590,7 @@ def test_a_state_edited_by_hand_between_rounds_is_what_the_next_round_starts_fro
     rounds.main([*argv, "--resume"])
     assert seen[0] == ("002-state", {f"{KeyDoor.system_prompt}\n\n## Notes\n\nMind the alarm."})
     assert [row["edited_by_hand"] for row in read(folder / "rounds.jsonl")] == [False, True]
-    assert (folder / "states" / "002.md").read_text().startswith("Mind the alarm.\n- ")
+    assert (folder / "states" / "002.md").read_text().startswith("Mind the alarm.\n\n- ")
 
 
 def test_an_editor_that_answers_nonsense_costs_the_round_alone(helpful, tmp_path):
@@ -768,7 +768,7 @@ def obedient(words, tmp_path_factory):
         prompt = chat.prompt([("system", system), ("user", f"you see {n % 9 + 1}.")])
         action = [*chat.text_ids(said), words.eos_token_id]
         rows.append(Row(prompt + action, [0] * len(prompt) + [1] * len(action)))
-    supervise(model.requires_grad_(True), rows, chat.pad_id, steps=100, batch=32, lr=3e-3, seed=0)
+    supervise(model.requires_grad_(True), rows, chat.pad_id, steps=100, batch=32, lr=3e-3, seed=1)
     folder = tmp_path_factory.mktemp("obedient")
     model.save_pretrained(folder)
     words.save_pretrained(folder)
@@ -776,8 +776,9 @@ def obedient(words, tmp_path_factory):
     return str(folder)
 
 
-WORD = ["--env", "test_rounds:Word", "--rounds", "1", "--steps", "12", "--rl-weight", "0", "--lr", "1e-2",
-        "--instances", "24", "--eval-episodes", "24", "--max-new-tokens", "3"]
+WORD = ["--env", "test_rounds:Word", "--rounds", "1", "--steps", "24", "--rl-weight", "0", "--lr", "5e-3",
+        "--instances", "24", "--eval-episodes", "24", "--max-new-tokens", "3",
+        "--state-limit", "99", "--editor-characters", "99", "--editor-tokens", "99"]
 
 
 @pytest.mark.parametrize("options, teacher_sees", [([], True), (["--no-teacher-state"], False), (["--on-policy", "step"], True),
