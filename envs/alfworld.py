@@ -27,7 +27,8 @@ Deviations, all ours
  5. By default a prompt holds the first observation and the last 5 turns (`--history recent:5`), a conversation whose past observations
     have no list of commands. SkillOpt's prompt is one message with the last 2 observations and commands, without the reasoning.
     In random and gold play of 24 games with actions of 512 tokens, the largest of all prompts had 3,683 tokens of Qwen3's tokenizer
-    (5,331 with the lists of past observations, and a quarter more in all); so 50 turns fit into 8,192 with a state of 13,000 characters, about 3,000 tokens.
+    (5,331 with the lists of past observations, and a quarter more in all); so 50 turns fit into 8,192 with a state of 13,000
+    characters, about 3,000 tokens.
  6. What an editor reads of an episode (`reflection`) has commands and answers, and neither reasoning nor lists: 50 turns take at most
     5,550 characters in the same play.
 An episode is a function of (task, actions): the engine draws nothing at random.

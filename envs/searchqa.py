@@ -225,8 +225,8 @@ class SearchQA(Env):
     each step, the question, the right answers, the answer that was read, exact match and F1."""
 
     defaults = {"max_context": 6144, "max_new_tokens": 512}
-    analyst_note = ("An answer is right if it equals one of the right answers but for case, punctuation and articles. The context is what a "
-                    "search engine found, and need not hold the answer.")
+    analyst_note = ("An answer is right if it equals one of the right answers but for case, punctuation and articles. The context is "
+                    "what a search engine found, and need not hold the answer.")
 
     def __init__(self, data=None, ids=None, shares="20,10,70", split_seed=0, retrieval=False, turns=6, top=3):
         options = checked_options(data, ids, shares, split_seed)

@@ -98,8 +98,8 @@ class WebShop(Env):
 
     max_turns = 15
     system_prompt = PROMPT
-    analyst_note = ("The reward falls with each attribute, option and price bound that is not met, and with another kind of product. What an "
-                    "attribute is worth is judged by the product's texts, not by what the agent says. Buttons are left out of the pages.")
+    analyst_note = ("The reward falls with each attribute, option and price bound that is not met, and with another kind of product. "
+                    "The agent sees the instruction and the pages, not what was wanted in detail; buttons are left out of the pages here.")
 
     def __init__(self, data=None, goals="synthetic", apart=False, reachable=False, rule="official", price_seed=0):
         self.options = checked_options(data, goals, apart, reachable, rule, price_seed)

@@ -233,3 +233,12 @@ def test_recent_turns_and_tools_exclude_each_other(qwen3):
     chat = Chat(qwen3)
     with pytest.raises(BadInput, match="recent:N would drop what a user asks"):
         play(chat, FakePolicy(ended(chat)), "wait wait", env=Called, history="recent:1")
+
+
+def test_reflection_has_every_turn_without_lists_and_then_the_reference(word_chat):
+    [t] = play(word_chat, FakePolicy(ended(word_chat, "alpha"), ended(word_chat, "beta")), "wait win", env=Listing)
+    shown = "You see a door 0.\n> alpha\nobs1 wait\n> beta\nobs2 win"
+    assert Listing().reflection(t) == shown
+    for reference, lines in (("Bay", "\nBay"), ({"right": "Bay", "F1": 0.5}, "\nright: Bay\nF1: 0.5"), ({}, ""), ("", "")):
+        assert Listing().reflection(replace(t, info=t.info | {"reference": reference})) == shown + lines
+    assert Listing().reflection(replace(t, turns=[], info={})) == t.first_observation  # an episode that could not begin

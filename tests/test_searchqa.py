@@ -148,8 +148,8 @@ def released_cut(context, most=6000):
     return shown or context[:most]
 
 
-@pytest.mark.parametrize("sizes", [[5990], [5995], [6000], [6001], [7000, 10], [2000, 2000, 2000, 2000], [1990, 1990, 2010], [1990, 1990, 2011],
-                                   [10] * 900, [3000, 2995], [3000, 2994, 1], [1, 6500]])
+@pytest.mark.parametrize("sizes", [[5990], [5995], [6000], [6001], [7000, 10], [2000, 2000, 2000, 2000], [1990, 1990, 2010],
+                                   [1990, 1990, 2011], [10] * 900, [3000, 2995], [3000, 2994, 1], [1, 6500]])
 @pytest.mark.parametrize("begin", ["[DOC]", ""])
 def test_a_context_is_cut_at_a_documents_border(sizes, begin):
     """Beside the released rule, which drops the first mark where it cuts; no document is cut in two that is not the first."""
