@@ -536,20 +536,24 @@ def test_state_only_never_trains(helpful, tmp_path):
 
 @pytest.mark.parametrize("gate, after, accepted", [("keep", 0.1, True), ("keep", 0.09, False), ("rise", 0.1, False),
                                                    ("rise", 0.11, True)])
-def test_the_policy_gate_and_a_rejected_policy_is_gone(helpful, tmp_path, monkeypatch, gate, after, accepted):
+@pytest.mark.parametrize("metric", ["success", "reward"])
+def test_the_policy_gate_and_a_rejected_policy_is_gone(helpful, tmp_path, monkeypatch, gate, after, accepted, metric):
     weights = {}
 
     def success(self, split, policy, state):
         model = self.load(policy)
         weights[self.phase, policy] = [p.detach().clone() for p in model.parameters() if p.requires_grad]
         value = 0.1 + (after - 0.1) * (policy > 0) + 0.05 * state.count("- ")
-        return {"success": value, "interval": [value, value], "episodes": 6, "score": value, "reward": value,
-                "valid_action_fraction": 1.0}
+        other = 0.3 - value  # of the metric that is not asked for
+        return {"success": other, "reward": other, "interval": [value, value], "episodes": 6, "score": value,
+                "valid_action_fraction": 1.0} | {metric: value}
 
     monkeypatch.setattr(Run, "success", success)
-    rounds.main([*SMALL, "--out", str(tmp_path / "run"), "--rounds", "1", "--policy-gate", gate])
+    rounds.main([*SMALL, "--out", str(tmp_path / "run"), "--rounds", "1", "--policy-gate", gate, "--gate-metric",
+                 metric])
     line, = read(tmp_path / "run" / "rounds.jsonl")
     assert line["policy_accepted"] == accepted and line["state_accepted"] and line["policy"] == int(accepted)
+    assert line["policy_reason"].startswith(f"state-free validation {metric} ")
     assert sorted(p.name for p in (tmp_path / "run" / "policies").iterdir()) == ["000", "001"][:1 + accepted]
     before, now = weights["000-start", 0], weights["001-round", int(accepted)]
     assert all(torch.equal(a, b) for a, b in zip(before, now)) == (not accepted)
