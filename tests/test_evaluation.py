@@ -209,6 +209,16 @@ def test_an_evaluation_in_which_every_environment_broke_is_no_result(word_chat):
         evaluation.evaluate(lambda prompts: [[1]] * len(prompts), word_chat, [Dead()], ["a/0", "a/1"], max_turns=1)
 
 
+def test_a_broken_episode_is_no_success_and_no_reward(word_chat, capsys):
+    class Breaks(Asking):
+        def reset(self, *, task, seed):
+            return (_ for _ in ()).throw(OSError("gone")) if task == "cart/1" else super().reset(task=task, seed=seed)
+
+    tasks = ["moon/0", "car/0", "cart/0", "cart/1"]
+    result = evaluation.evaluate(lambda prompts: [[5] for _ in prompts], word_chat, [Breaks()], tasks, max_turns=2)
+    assert (result["success"], result["reward"], result["score"], result["env_errors"]) == (0.5, 0.75, 1.0, 1)
+
+
 class OnlyValid(Env):
     """An environment without test tasks."""
     max_turns = 1
