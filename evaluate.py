@@ -71,7 +71,7 @@ def evaluate_run(config, run):
     if config.state_place not in ("prompt", "observation"):
         raise BadInput(f"--state-place must be prompt or observation, got {config.state_place}")
     if config.pairs and (about(run or "").get("algorithm") != "distill" or config.state or config.hinted):
-        raise BadInput("--pairs wants the folder of a run of distill.py, which has its policies and states, and neither --state nor --hinted")
+        raise BadInput("--pairs wants the folder of a run of distill.py, with its policies and states, and neither --state nor --hinted")
     schedule, options = schedule_of(config), parse_options(config.env_options)
     if config.split not in ("train", "valid", "test"):
         raise BadInput(f"--split must be train, valid or test, got {config.split!r}")

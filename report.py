@@ -278,7 +278,7 @@ def about_round(row) -> dict:
     return {**{key: finite(row.get(key)) for key in keys}, **{key: list(map(words, edits)) for key, edits in lists.items()},
             **{key: row[key] if isinstance(row.get(key), bool) else None for key in ("state_accepted", "policy_accepted")},
             **{key: text(row.get(key)) for key in ("state_reason", "policy_reason")},
-            "labels": [finite(labels.get(label, 0 if label == "?" else None)) for label in ("00", "01", "10", "11", "?")] if labels else None}
+            "labels": [finite(({"?": 0} | labels).get(label)) for label in ("00", "01", "10", "11", "?")] if labels else None}
 
 
 def episode(n, row, put, tokens=None) -> list:

@@ -42,8 +42,8 @@ class FunnelOptions(Learning):
     token_weights: str = option("jsd", "jsd (Eqs. 6 and 7) or uniform")
     on_policy: str = option("", "round: distill on fresh state-free episodes of pi_k, drawn once a round, instead of those played with "
                                 "S_k+1; step: on those of the student itself, drawn at each batch, which serve the RL term too")
-    teacher: str = option("self", "self (Eq. 5; in the paper's Table 4 it ends below its base, 57.57 against 58.14), base (the base model "
-                                  "without the adapter, which stays what it is), none (the RL term alone), or a model on the hub or a folder")
+    teacher: str = option("self", "self (Eq. 5; the paper's Table 4 most likely has it at 57.57, below its base's 58.14), base (the base "
+                                  "model without the adapter), none (the RL term alone), or a model on the hub or a folder")
     teacher_state: bool = option(True, "the teacher sees S_k+1; the other form of the option takes that away")
     teacher_bits: int = option(0, "weights of another teacher or editor: 4, 16, 32 (0: as --bits)")
     top_k: int = option(0, "store K tokens, the policy's and teacher's likeliest, and one bucket of others (0: all)")

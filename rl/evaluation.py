@@ -53,7 +53,8 @@ def evaluate(act, chat, envs, tasks, *, samples: int = 1, enriched: bool = False
     clean = sum(t.success and all(turn.valid for turn in t.turns) for t in played)
     result = {"success": successes / len(played), "interval": wilson(successes, len(played)), "episodes": len(played),
               "clean_success": clean / len(played),
-              "reward": math.fsum(t.reward for t in played if t.end != "env_error") / len(played), "score": sum(scores) / max(len(scores), 1),
+              "reward": math.fsum(t.reward for t in played if t.end != "env_error") / len(played),
+              "score": sum(scores) / max(len(scores), 1),
               "valid_action_fraction": sum(turn.valid for turn in turns) / max(len(turns), 1),
               "turns": len(turns) / len(played),
               "env_errors": sum(t.end == "env_error" for t in played)}

@@ -7,10 +7,10 @@ from conftest import SMALL, edit
 
 import evaluate
 import grpo
-from envs import BadInput, Env
-from envs.keydoor import HOUSES
+from envs import BadInput, Env, make_env
 from funnel import editors, rounds
 from funnel.run import Run
+from funnel.state import situation
 from rl import evaluation
 from rl.logs import episode_metrics, read
 from rl.options import Config, parse
@@ -130,17 +130,22 @@ def test_evaluate_takes_the_temperature_and_adapter_of_the_run(tmp_path, monkeyp
 
 @pytest.fixture(scope="module")
 def loop(tmp_path_factory):
-    """A run of distill.py of two rounds, each of which writes an entry that tells a right action; the state starts with another."""
-    folder = tmp_path_factory.mktemp("loop")
+    """A run of distill.py of two rounds, each of which writes five entries that tell a right action; the state starts with another."""
+    folder, game = tmp_path_factory.mktemp("loop"), make_env("keydoor", {"stages": 1, "colours": 4})
     (folder / "first.md").write_text("- Knock.\n")
+
+    def right_actions(episodes, state, budget, rejected):
+        known = {situation(t.first_observation): t for t in episodes if situation(t.first_observation) not in state}
+        return [edit("append", content=f"- {about}: {game.reset(task=t.task, seed=t.seed) and game.gold_action()}.")
+                for about, t in list(known.items())[:5]]
+
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(editors, "count_edits", lambda episodes, state, budget, rejected: [
-            edit("append", content=f"- {next(house for house in HOUSES if house not in state)} house, red door: take iron key.")])
+        patch.setattr(editors, "count_edits", right_actions)
         success = Run.success
         patch.setattr(Run, "success", lambda self, split, policy, state: success(self, split, policy, state) | (
             {"success": 0.1 * policy + 0.05 * state.count("- ")} if split == "valid" else {}))
         rounds.main(["--rounds", "2", "--steps", "1", "--tasks-per-step", "2", "--group", "2", "--instances", "6", "--reflection-batch",
-                     "6", "--eval-episodes", "24", "--lr", "1e-2", "--select", "all", "--env-options", "stages=1", "colours=4",
+                     "48", "--eval-episodes", "24", "--lr", "1e-2", "--select", "all", "--env-options", "stages=1", "colours=4",
                      "--state", str(folder / "first.md"), "--out", str(folder / "run")])
     return folder / "run"
 
@@ -167,7 +172,7 @@ def test_pairs_are_every_policy_with_every_state(loop, capsys, monkeypatch):
     evaluate.main([str(loop), "--pairs", "--num-envs", "7"])
     assert played == [] and capsys.readouterr().out == printed and read(loop / "pairs.jsonl") == rows
     evaluate.main([str(loop), "--pairs", "--split", "valid", "--eval-episodes", "3"])
-    assert len(played) == 12
+    assert len(played) == 12 and all(how["keep_hints"] for how in played)  # as the run has it: notes are no hints
     kept = (loop / "states" / "001.md").read_text()
     (loop / "states" / "001.md").write_text("")
     evaluate.main([str(loop), "--pairs"])
@@ -207,6 +212,16 @@ class Dead(Env):
 def test_an_evaluation_in_which_every_environment_broke_is_no_result(word_chat):
     with pytest.raises(BadInput, match="broke in every episode, last with OSError: connection refused"):
         evaluation.evaluate(lambda prompts: [[1]] * len(prompts), word_chat, [Dead()], ["a/0", "a/1"], max_turns=1)
+
+
+def test_a_broken_episode_is_no_success_and_no_reward(word_chat, capsys):
+    class Breaks(Asking):
+        def reset(self, *, task, seed):
+            return (_ for _ in ()).throw(OSError("gone")) if task == "cart/1" else super().reset(task=task, seed=seed)
+
+    tasks = ["moon/0", "car/0", "cart/0", "cart/1"]
+    result = evaluation.evaluate(lambda prompts: [[5] for _ in prompts], word_chat, [Breaks()], tasks, max_turns=2)
+    assert (result["success"], result["reward"], result["score"], result["env_errors"]) == (0.5, 0.75, 1.0, 1)
 
 
 class OnlyValid(Env):

@@ -228,12 +228,13 @@ def test_the_files_of_one_step_are_read_in_an_evening():
 
 
 def test_a_round_of_the_funnel_adds_few_files_to_the_step(step, tmp_path):
-    """Round 1 of distill.py, whose state is accepted: from reflection to the closed round. Who knows the step opens ten files more."""
+    """Round 1 of distill.py, whose state is accepted: from reflection to the closed round. Who knows the step opens eleven files more,
+    the counting editor and retirement among them."""
     found = traced("import funnel.rounds; funnel.rounds.main()", "evolve_state", 1, "close_round", "--rounds", "1", "--steps", "1",
                    "--instances", "16", "--reflection-batch", "16", "--out", str(tmp_path / "run"))
     files = {file for file, _ in found if not file.startswith("envs/")}
     assert {"distill.py", "funnel/rounds.py", "funnel/teacher.py"} <= files
-    assert len(files - {file for file, _ in step}) <= 10, sorted(files)
+    assert len(files - {file for file, _ in step}) <= 11, sorted(files)
 
 
 # Hidden coupling

@@ -164,12 +164,13 @@ def test_rounds_of_distill(tmp_path):
         evaluation(2, "test", 0.6, state=False, residual=True)])
     write(run, "rounds.jsonl", [{"step": 1, "state_accepted": True, "labels": {"00": 1, "01": 2, "10": 3, "11": 4},
         "success_free": 0.2,
-                                 "edits": [{"op": "append", "content": "- Knock."}], "policy_accepted": None}])
+                                 "edits": [{"op": "append", "content": "- Knock."}], "retired": ["- Old."], "policy_accepted": None}])
     (run / "states").mkdir()
     (run / "states" / "001.md").write_text("- Knock.\n")
     data = made(tmp_path, run).data
     line = data["runs"][0]["rounds"][0]
-    assert line["labels"] == [1, 2, 3, 4] and line["edits"] == ["append - Knock."] and line["state_accepted"] is True
+    assert line["labels"] == [1, 2, 3, 4, 0] and line["edits"] == ["append - Knock."] and line["state_accepted"] is True
+    assert line["retired"] == ["- Old."]
     assert line["policy_accepted"] is None and data["runs"][0]["state"] == "- Knock.\n"
     assert data["runs"][0]["trained"][1] == 0.3
     success, reward = data["charts"]

@@ -398,8 +398,8 @@ def test_a_state_edited_by_hand_before_its_entries_are_gone_counts(absorbing, tm
 
 # On-policy, per step
 
-@pytest.mark.parametrize("who", ["self", "base"])
-def test_on_policy_steps_distil_the_students_own_episodes_of_that_step(helpful, tmp_path, monkeypatch, who):
+@pytest.mark.parametrize("who, parts", [("self", 1), ("base", 1), ("self", 2)])
+def test_on_policy_steps_distil_the_students_own_episodes_of_that_step(helpful, tmp_path, monkeypatch, who, parts):
     """pi_k scores them, with its weights as they were, while the student moves away; the RL term has the same episodes."""
     log, plain = [], {name: getattr(where, name) for where, name in (
         (teacher, "weigh"), (teacher, "consult"), (rounds, "distillation_gradient"))}
@@ -415,11 +415,11 @@ def test_on_policy_steps_distil_the_students_own_episodes_of_that_step(helpful, 
         return plain["weigh"](model, weighed, *a, **how)
 
     def consult(model, items, *a, **how):
-        log.append(["consult", [p.detach().clone() for p in model.parameters() if p.shape][0], without_adapter(model), how["sees_state"]])
+        log.append(["consult", [p.detach().clone() for p in model.parameters() if p.shape][0], without_adapter(model), how["sees_state"], items])
         return plain["consult"](model, items, *a, **how)
 
     def gradient(model, items, *a, **how):
-        log.append(["gradient", own(model), without_adapter(model), len(items)])
+        log.append(["gradient", own(model), without_adapter(model), items])
         return plain["distillation_gradient"](model, items, *a, **how)
 
     for where, name, new in ((teacher, "weigh", weigh), (teacher, "consult", consult), (rounds, "distillation_gradient", gradient)):
@@ -429,23 +429,26 @@ def test_on_policy_steps_distil_the_students_own_episodes_of_that_step(helpful, 
         (self.phase, state, episodes(self, requests, state))) or played[-1][2])
     folder = tmp_path / "run"
     rounds.main([*SMALL, "--on-policy", "step", "--teacher", who, "--rounds", "1", "--lr", "1e-2", "--alpha", "0.5", "--distill-batch", "3",
-                 "--out", str(folder)])
-    assert [entry[0] for entry in log] == ["weigh", "consult", "gradient"] * 2  # nothing is asked before training, all at each step
+                 "--minibatches", str(parts), "--out", str(folder)])
+    assert [entry[0] for entry in log] == ["weigh", "consult", *["gradient"] * parts] * 2  # nothing is asked before training, all at each step
     chosen = json.loads((folder / "phases" / "001-teacher.json").read_text())["chosen"]
     assert sorted(chosen.values()) == [0.5, 0.5, 1.0, 1.0]
     seeds = {t.task: t.seed for phase, _, part in played if phase == "001-teacher" for t in part}
     steps = [(state, part) for phase, state, part in played if phase == "001-policy"]
-    weights, asked, moved = log[0::3], log[1::3], log[2::3]
+    weights, asked = log[0::2 + parts], log[1::2 + parts]
+    moved, episodes_distilled = log[2::2 + parts], 3 if parts == 1 else 4  # of the four that are played
     for (state, part), weighed in zip(steps, weights, strict=True):
         assert state == "" and all(t.task in chosen and t.seed == seeds[t.task] for t in part)
-        assert len(weighed[3]) == 3 and all(any(t is other for other in part) for t in weighed[3])  # the very episodes of the step
+        assert len(weighed[3]) == episodes_distilled and all(any(t is other for other in part) for t in weighed[3])  # the very episodes of the step
         assert weighed[4] == [chosen[t.task] for t in weighed[3]]
     assert torch.equal(weights[0][1], weights[1][1])  # pi_k, at the second step too
     assert torch.equal(moved[0][1], weights[0][1]) and not torch.equal(moved[1][1], weights[0][1])  # the student has moved
     assert [entry[2] for entry in weights + asked + moved] == [False] * 2 + [who == "base"] * 2 + [False] * 2
-    assert all(entry[3] for entry in asked) and [entry[3] for entry in moved] == [3, 3]
+    assert all(entry[3] for entry in asked)
+    for n, entry in enumerate(entry for entry in log if entry[0] == "gradient"):  # nothing of an earlier step is left over
+        assert len(entry[3]) == 3 and all(any(item is other for other in asked[n // parts][4]) for item in entry[3])
     line, = read(folder / "rounds.jsonl")
-    assert (line["selected"], line["trajectories"]) == (4, 6) and line["tokens"] > 6
+    assert (line["selected"], line["trajectories"]) == (4, 2 * episodes_distilled) and line["tokens"] > 6
     assert not list(folder.rglob("*.pt"))
 
 
@@ -538,20 +541,24 @@ def test_state_only_never_trains(helpful, tmp_path):
 
 @pytest.mark.parametrize("gate, after, accepted", [("keep", 0.1, True), ("keep", 0.09, False), ("rise", 0.1, False),
                                                    ("rise", 0.11, True)])
-def test_the_policy_gate_and_a_rejected_policy_is_gone(helpful, tmp_path, monkeypatch, gate, after, accepted):
+@pytest.mark.parametrize("metric", ["success", "reward"])
+def test_the_policy_gate_and_a_rejected_policy_is_gone(helpful, tmp_path, monkeypatch, gate, after, accepted, metric):
     weights = {}
 
     def success(self, split, policy, state):
         model = self.load(policy)
         weights[self.phase, policy] = [p.detach().clone() for p in model.parameters() if p.requires_grad]
         value = 0.1 + (after - 0.1) * (policy > 0) + 0.05 * state.count("- ")
-        return {"success": value, "interval": [value, value], "episodes": 6, "score": value, "reward": value,
-                "valid_action_fraction": 1.0}
+        other = 0.3 - value  # of the metric that is not asked for
+        return {"success": other, "reward": other, "interval": [value, value], "episodes": 6, "score": value,
+                "valid_action_fraction": 1.0} | {metric: value}
 
     monkeypatch.setattr(Run, "success", success)
-    rounds.main([*SMALL, "--out", str(tmp_path / "run"), "--rounds", "1", "--policy-gate", gate])
+    rounds.main([*SMALL, "--out", str(tmp_path / "run"), "--rounds", "1", "--policy-gate", gate, "--gate-metric",
+                 metric])
     line, = read(tmp_path / "run" / "rounds.jsonl")
     assert line["policy_accepted"] == accepted and line["state_accepted"] and line["policy"] == int(accepted)
+    assert line["policy_reason"].startswith(f"state-free validation {metric} ")
     assert sorted(p.name for p in (tmp_path / "run" / "policies").iterdir()) == ["000", "001"][:1 + accepted]
     before, now = weights["000-start", 0], weights["001-round", int(accepted)]
     assert all(torch.equal(a, b) for a, b in zip(before, now)) == (not accepted)
