@@ -90,6 +90,11 @@ class Options(GrpoOptions):
     beta: float = field(default=0.01, metadata={"help": "weight of the KL to the base model"})
     skill_weight: float = field(default=0.001, metadata={"help": "weight of A_skill"})
 
+    def __post_init__(self):
+        super().__post_init__()
+        if not 0 <= self.skill_weight < float("inf"):
+            raise ValueError(f"--skill-weight must be at least 0, got {self.skill_weight}")
+
 
 def algorithm(config) -> dict:
     """The fields of `Algorithm` in rl/train.py."""

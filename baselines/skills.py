@@ -30,7 +30,8 @@ WRITE = {
 class SkillOptions(GrpoOptions):
     state_place: str = option("", "where skills stand: prompt (after the system prompt) or observation (quoted under the observation "
                                   "that they are about; default: prompt, with tiny: observation)")
-    reflection_batch: int = option(64, "training tasks that the base policy plays, for the skills before step 1")
+    reflection_batch: int = option(256, "training tasks that the base policy plays, for the skills before step 1 (as in four rounds of "
+                                          "distill.py)")
     skills: int = option(6, "skills of a kind that are written from them at most (with --editor count: 3 times as many)")
 
 
