@@ -455,3 +455,16 @@ def test_a_baseline_takes_as_many_batches_as_the_loop():
     assert config.steps == 40 and config.out == "runs/keydoor__opid__0" and config.beta == 0.01 and config.group == 8
     again = loop.with_defaults(parse(opid.Options, ["--rounds", "1", "--steps", "40"], common=loop.Options), "opid")
     assert again.steps == 40 and again.env_options == ["colours=4"]
+
+
+def test_validation_keeps_the_first_bank_and_training_does_not(tmp_path, monkeypatch):
+    """New skills come from validation tasks, so they are not for these."""
+    trial, play_, seen = loop.Run.trial, loop.Run.play, {"valid": [], "train": []}
+    monkeypatch.setattr(skillrl, "new_skills", lambda run, bank, episodes, low: [skill(f"new {len(bank['general'])}")])
+    monkeypatch.setattr(skillrl, "low_types", lambda success: list(success))
+    monkeypatch.setattr(loop.Run, "trial", lambda run, split, show=None: (
+        seen["valid"].append(show("ash/x")) if show and split == "valid" else None, trial(run, split, show))[1])
+    monkeypatch.setattr(loop.Run, "play", lambda run, step, show=None: (seen["train"].append(show("ash/x")), play_(run, step, show))[1])
+    skillrl.main([*QUICK, "--eval-every", "1", "--cold-start", "none", "--out", str(tmp_path / "run")])
+    assert len(set(seen["valid"])) == 1 and "new" not in seen["valid"][0] and len(seen["valid"]) == 4
+    assert [text.count("- new") for text in seen["train"]] == [0, 1, 2, 3]
