@@ -91,7 +91,7 @@ def test_a_step_has_its_own_skill_or_that_of_the_episode():
 @pytest.mark.parametrize("answer, expected", [
     ('```json\n{"episode_skill": " go on ", "step_skills": {"0": "open", "9": "late", "x": "no", "1": ""}}\n```', ("go on", {0: "open"})),
     ('<think>{"episode_skill": "no"}</think>Well: {"a": 1} {"episode_skill": "yes"}', ("yes", {})),
-    ('{"episode_skill": "s", "step_skills": {' + ", ".join(f'"{n}": "t{n}"' for n in range(8)) + "}}", ("s", {n: f"t{n}" for n in range(5)})),
+    (json.dumps({"episode_skill": "s", "step_skills": {str(n): f"t{n}" for n in range(8)}}), ("s", {n: f"t{n}" for n in range(5)})),
     ('{"episode_skill": "", "step_skills": {"0": "open"}}', None), ("no JSON", None), ('{"episode_skill": "cut', None)])
 def test_an_analysis_as_models_write_it(answer, expected):
     got = opid.parse_analysis(json_values(answer), turns=8 if "t7" in answer else 3)
@@ -468,3 +468,17 @@ def test_validation_keeps_the_first_bank_and_training_does_not(tmp_path, monkeyp
     skillrl.main([*QUICK, "--eval-every", "1", "--cold-start", "none", "--out", str(tmp_path / "run")])
     assert len(set(seen["valid"])) == 1 and "new" not in seen["valid"][0] and len(seen["valid"]) == 4
     assert [text.count("- new") for text in seen["train"]] == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("main", [skillrl.main, skill0.main])
+def test_a_language_model_as_editor_and_skills_in_the_prompt(main, tmp_path, monkeypatch):
+    plain, prompts = loop.rollout, []
+    monkeypatch.setattr(loop.Run, "ask", lambda run, asked: [json.dumps([skill("Red", "open")])] * len(asked))
+    monkeypatch.setattr(loop, "rollout", lambda *args, **limits: (
+        found := plain(*args, **limits), prompts.extend(t.system_prompt for t in found))[0])
+    argv = ["--editor", "model", "--state-place", "prompt", "--reflection-batch", "4", "--steps", "3", "--rounds", "1", "--out",
+            str(tmp_path / "run"), *(["--warm-start-steps", "1"] if main is skillrl.main else [])]
+    main([*QUICK[4:], *argv])
+    shown = [prompt.count("- open: open (When: Red)") for prompt in prompts]
+    assert set(shown) == ({0, 3} if main is skillrl.main else {0, 1})  # three parts of the bank, or one file
+    assert shown[:16] == [0] * 16 and shown[-12:] == ([3] * 12 if main is skillrl.main else [0] * 12)

@@ -19,7 +19,8 @@ from rl import options, train
 from tools import show
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "results").glob("*.md"))]
-CODE = [path for room in ("", "envs", "rl", "funnel", "baselines", "tools", "examples", "docs") for path in sorted((ROOT / room).glob("*.py"))]
+ROOMS = ("", "envs", "rl", "funnel", "baselines", "tools", "examples", "docs")
+CODE = [path for room in ROOMS for path in sorted((ROOT / room).glob("*.py"))]
 NOTHING_TO_DO = SimpleNamespace(first_step=2, steps=lambda: [], kept=lambda: [{"skills": {}}], report=lambda show=None: None, folder=None)
 TESTS = {path.name: path.read_text() for path in sorted((ROOT / "tests").glob("test_*.py"))}
 
