@@ -265,7 +265,8 @@ def distillation(argv):
     if args.quick:
         args.arms, args.seeds, words = ["full", "random", "policy-only"], min(args.seeds, 2), [*words, "--rounds", "2"]
     args.name = args.name or "distill" + ("-quick" if args.quick else "")
-    study(args, "distill.py", {arm: [*words, *DISTILL_ARMS[arm]] for arm in args.arms}, {})
+    others = {arm: OTHER_PROGRAMS[arm] for arm in args.arms if arm in OTHER_PROGRAMS}
+    study(args, "distill.py", {arm: [*words, *DISTILL_ARMS[arm]] for arm in args.arms}, {"other_programs": others} if others else {})
 
 
 def main(argv=None):

@@ -203,9 +203,10 @@ class Run:
         if base is None:
             with self.model.disable_adapter():
                 base = self.evaluate(0, "test", who="base", final=True)
-        rows = [("base model", base), (f"after {self.config.steps} steps", self.evaluate(self.config.steps, "test", final=True))]
-        if show:
-            rows.append(("the same, with skills", self.evaluate(self.config.steps, "test", show, final=True)))
+        name, settings = f"after {self.config.steps} steps", [None, show] if show else [None]
+        played = [self.trial("test", own) for own in settings]  # all of them, before a line says that the run has ended
+        rows = [("base model", base)] + [(f"{name}, with skills" if own else name, self.evaluate(
+            self.config.steps, "test", own, final=True, played=episodes)) for own, episodes in zip(settings, played)]
         print(f"\n{success_table(' '.join([self.config.env, *self.config.env_options]), rows)}\n"
               f"{self.folder}/ holds {', '.join(sorted(path.name for path in self.folder.iterdir()))}")
 

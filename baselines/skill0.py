@@ -123,7 +123,8 @@ def main(argv=None):
             if step % config.skill_eval_every == 0 and step < config.steps:
                 having, without = (run.trial("valid", show) for show in (shown(skills, skills), None))
                 run.evaluate(step, "valid", shown(skills, skills), played=having)
-                own = tasks_of_skills(skills, having, config.state_place == "observation")
+                broke = {t.task for t in having + without if t.end == "env_error"}
+                own = tasks_of_skills(skills, [t for t in having if t.task not in broke], config.state_place == "observation")
                 success = ({t.task: t.success for t in played} for played in (having, without))
                 run.keep(step, skills, deltas=helpfulness(*success, own))
             run.close(step)

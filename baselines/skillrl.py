@@ -106,6 +106,8 @@ def cold_start(run, show):
         supervise(run.model, rows, run.chat.pad_id, steps=config.warm_start_steps, batch=config.warm_start_batch,
                   lr=config.warm_start_lr, seed=config.seed, micro_batch_tokens=config.micro_batch_tokens,
                   gradient_checkpointing=config.gradient_checkpointing)
+    else:
+        print(f"no cold start: none of {needed} episodes with skills succeeded")
     freeze_reference(run.model)
     return len(episodes)
 
@@ -155,9 +157,10 @@ def main(argv=None):
             if config.eval_every and step % config.eval_every == 0:
                 episodes = run.trial("valid", shown(first))
                 run.evaluate(step, "valid", shown(first), played=episodes)
-                low = low_types({kind: sum(t.success for t in own) / len(own) for kind, own in by_type(episodes).items()})
+                whole = [t for t in episodes if t.end != "env_error"]
+                low = low_types({kind: sum(t.success for t in own) / len(own) for kind, own in by_type(whole).items()})
                 if low:
-                    run.keep(step, grow(bank, new_skills(run, bank, episodes, low)), low=low)
+                    run.keep(step, grow(bank, new_skills(run, bank, whole, low)), low=low)
             run.close(step)
         run.report(shown(run.kept()[-1]["skills"]))
     return run.folder

@@ -2,7 +2,7 @@
 
 A skill is {"title", "principle", "when"}: what to do, and in which situation. The counting editor of the built-in game
 (funnel/editors.py) makes one of each of its entries: the situation is `when`, the action is `principle`. A language model is
-asked in the words of `WRITE`; the papers' own prompts are longer, and none of their words are here.
+asked as `WRITE` says, in our words.
 """
 import json
 from dataclasses import dataclass

@@ -447,6 +447,8 @@ def test_they_are_arms_of_the_study(tmp_path, monkeypatch):
     said = {arm: (tmp_path / "runs" / "x" / f"{arm}__0.log").read_text().strip() for arm in ("full", "opid", "skill0")}
     assert said == {"full": "distill.py", "opid": "baselines/opid.py", "skill0": "baselines/skill0.py"}
     assert set(study.OTHER_PROGRAMS) == set(MAINS) <= set(study.DISTILL_ARMS)
+    facts = json.loads((tmp_path / "results" / "x" / "study.json").read_text())
+    assert (facts["program"], facts["other_programs"]) == ("distill.py", {arm: f"baselines.{arm}" for arm in ("opid", "skill0")})
 
 
 def test_a_baseline_takes_as_many_batches_as_the_loop():
