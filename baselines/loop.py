@@ -36,8 +36,6 @@ class Options(Learning):
     rounds: int = option(4, "as in distill.py: --rounds times --steps batches in all")
     steps: int = option(20, "batches per round; a batch takes --minibatches optimizer steps")
     tasks_per_step: int = option(8, "groups per step, one task each")
-    invalid_action_penalty: float = option(0.1, "subtract this times the share of an episode's turns whose action was invalid from its "
-                                                "reward, for the advantages alone")
     editor: str = option("count", "who writes skills: count (counts commands of the built-in game) or model (a language model)")
     editor_model: str = option("", "the model of --editor model, which stays beside the policy (default: the policy's base model)")
     editor_tokens: int = option(512, "tokens of an answer of the editor at most")

@@ -17,7 +17,7 @@ and GRPO's clipped objective with the KL term takes A_i,t in place of A_i. The p
     group     G = 8, 16 tasks a batch               --group 8 --tasks-per-step 8 (as distill.py)
     KL        0.01, k3, to the base model           --beta 0.01, the same
     clip      0.2                                   --eps 0.2
-    penalty   0.1 for an invalid action             --invalid-action-penalty 0.1 times the share of invalid actions
+    penalty   0.1 for an invalid action, its step   --invalid-action-penalty 0, of the whole episode (docs/distill.md)
     optimizer lr 1e-6, all weights, 160 batches     --lr 1e-3 for tiny, LoRA
     episodes  30 turns, 5 past ones in the prompt   the environment's limit, --history
     analyzer  a hosted model, 4096 tokens           --editor count, or --editor model: the base model, --editor-tokens 512

@@ -13,7 +13,7 @@ Training has N_S = 3 stages. In stage s at most M(s) of the N skills stand in th
     group     G = 8, 16 tasks a batch               --group 8 --tasks-per-step 8 (as distill.py)
     KL        none                                  --beta 0
     clip      0.2                                   --eps 0.2
-    penalty   0.1 for an invalid action             --invalid-action-penalty 0.1 times the share of invalid actions
+    penalty   0.1 for an invalid action, its step   --invalid-action-penalty 0, of the whole episode (docs/distill.md)
     optimizer lr 1e-6, all weights, 180 steps       --lr 1e-3 for tiny, LoRA
     stages    6, 3, 0; validation every 10 steps    3 stages of equal length; --skill-eval-every 10
 

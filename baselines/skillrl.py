@@ -14,7 +14,7 @@
     group     G = 8, 16 tasks a batch               --group 8 --tasks-per-step 8 (as distill.py)
     KL        0.01, k3, to the cold-started policy  --beta 0.01, the same
     clip      0.2                                   --eps 0.2
-    penalty   0.1 for an invalid action             --invalid-action-penalty 0.1 times the share of invalid actions
+    penalty   0.1 for an invalid action, its step   --invalid-action-penalty 0, of the whole episode (docs/distill.md)
     optimizer lr 1e-6, all weights, 150 epochs      --lr 1e-3 for tiny, LoRA
     growth    each 5 steps, threshold 0.4           --eval-every 5, 0.4
     skills    a hosted model writes them            --editor count, or --editor model: the base model
