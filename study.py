@@ -8,9 +8,9 @@
 
 An arm is a strategy of enrich.py, with modifiers behind plus signs (MODIFIERS; key=value is an option of the environment);
 "supervised" is no reinforcement at all, but supervised training on known solutions: as many optimizer steps, and as many
-rows in each as the others play episodes. For distill.py an arm is one of DISTILL_ARMS. Every run is a process of
-its own, in runs/<name>/<arm>__<seed>/. A run that is finished is not done again, so a study that was stopped goes on where
-it was.
+rows in each as the others play episodes. For distill.py an arm is one of DISTILL_ARMS; some are programs of their own
+(OTHER_PROGRAMS), which must know the options that every run gets. Every run is a process of its own, in
+runs/<name>/<arm>__<seed>/. A run that is finished is not done again, so a study that was stopped goes on where it was.
 
     results/<name>/study.json      options, commit; for every run its curve, final and peak success; for every arm the
                                    means, and the difference to the first arm, paired by seed
@@ -92,6 +92,7 @@ def read_run(folder) -> dict | None:
 def run_all(program, arms, seeds, folder, jobs):
     """Run what is not finished, `jobs` processes at once. {arm: options} -> {arm: [a run's figures for each seed]}"""
     def one(arm, seed):
+        start = ["-m", OTHER_PROGRAMS[arm]] if arm in OTHER_PROGRAMS else [str(HERE / program)]
         run, words = folder / f"{arm}__{seed}", [*arms[arm], "--seed", str(seed)]
         said = run.with_name(run.name + ".options")
         if (figures := read_run(run)) is not None:
@@ -99,11 +100,11 @@ def run_all(program, arms, seeds, folder, jobs):
                 raise BadInput(f"{run} was run with other options (see {said}): choose another --name, or delete it")
             return {"seed": seed, **figures}
         said.write_text("\n".join(words) + "\n")
-        command, started = [sys.executable, str(HERE / program), *words, "--out", str(run)], time.perf_counter()
+        command, started = [sys.executable, *start, *words, "--out", str(run)], time.perf_counter()
         command += ["--overwrite"] if run.exists() else []
         with open(run.with_name(run.name + ".log"), "w") as log:
             subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, check=False,
-                           env={"OMP_NUM_THREADS": "1", **os.environ})
+                           env={"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": path})
         figures = read_run(run)
         if figures is None:
             raise BadInput(f"{arm}, seed {seed}, failed: see {log.name}; what is finished is kept, run the study again")
@@ -112,6 +113,7 @@ def run_all(program, arms, seeds, folder, jobs):
         return {"seed": seed, **figures}
 
     folder.mkdir(parents=True, exist_ok=True)
+    path = os.pathsep.join(filter(None, (str(HERE), os.environ.get("PYTHONPATH"))))  # where OTHER_PROGRAMS are found
     with concurrent.futures.ThreadPoolExecutor(jobs) as pool:  # seed by seed, so that a stopped study has whole seeds
         todo = {(arm, seed): pool.submit(one, arm, seed) for seed in seeds for arm in arms}
         try:
@@ -254,18 +256,20 @@ DISTILL_ARMS = {
     "policy-only": ["--mode", "policy-only"], "base-teacher": ["--teacher", "base"],
     "base-teacher-blind": ["--teacher", "base", "--no-teacher-state"], "on-policy-step": ["--on-policy", "step"],
     "no-retire": ["--no-retire"], "skillopt": ["--mode", "state-only"],
-    "skillopt-lite": ["--mode", "state-only", "--lite"]}
+    "skillopt-lite": ["--mode", "state-only", "--lite"], "opid": [], "skillrl": [], "skill0": []}
+OTHER_PROGRAMS = {arm: f"baselines.{arm}" for arm in ("opid", "skillrl", "skill0")}
 
 
 def distillation(argv):
     """The study of `distill.py`: the full loop against selections, token weights, teachers and halves of it."""
-    args, words = parse_study(argv, [arm for arm in DISTILL_ARMS if arm != "skillopt"])  # it is state-only under its own name
+    args, words = parse_study(argv, [arm for arm in DISTILL_ARMS if arm not in OTHER_PROGRAMS and arm != "skillopt"])  # skillopt: state-only
     if unknown := [arm for arm in args.arms if arm not in DISTILL_ARMS]:
         raise BadInput(f"unknown arm {unknown[0]!r}: choose from {', '.join(DISTILL_ARMS)}")
     if args.quick:
         args.arms, args.seeds, words = ["full", "random", "policy-only"], min(args.seeds, 2), [*words, "--rounds", "2"]
     args.name = args.name or "distill" + ("-quick" if args.quick else "")
-    study(args, "distill.py", {arm: [*words, *DISTILL_ARMS[arm]] for arm in args.arms}, {})
+    others = {arm: OTHER_PROGRAMS[arm] for arm in args.arms if arm in OTHER_PROGRAMS}
+    study(args, "distill.py", {arm: [*words, *DISTILL_ARMS[arm]] for arm in args.arms}, {"other_programs": others} if others else {})
 
 
 def main(argv=None):

@@ -47,6 +47,11 @@ def evaluate(act, chat, envs, tasks, *, samples: int = 1, enriched: bool = False
     requests = [Request(task, group=n, seed=n, enriched=enriched) for n, task in enumerate(tasks) for _ in range(samples)]
     played = rollout(act, chat, envs, requests, **limits)
     refuse_if_hopeless(played, limits.get("max_context"))
+    return figures(played, tasks, samples)
+
+
+def figures(played, tasks, samples: int = 1) -> dict:
+    """What `evaluate` returns, of its episodes."""
     successes = sum(t.success for t in played)
     turns = [turn for t in played for turn in t.turns]
     scores = [t.reward if t.info.get("score") is None else t.info["score"] for t in played if t.end != "env_error"]

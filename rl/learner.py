@@ -48,6 +48,7 @@ class MicroBatch:
     entropy_BT: torch.Tensor  # of the distributions that the tokens were drawn from, in nats; differentiable as logp_BT is
     sampler_log_weight_BT: torch.Tensor  # for the metrics: log pi_old / pi_sampler
     log_ratio_sums_B: torch.Tensor | None  # over the whole trajectory of a row; None: rows are whole, or every ratio is 1
+    token_advantages_BT: torch.Tensor  # what a token's advantage is beside its trajectory's; 0 unless the rows have it
 
 
 class ScoreTokens(torch.autograd.Function):
@@ -182,8 +183,7 @@ def add_gradient(share, parameters):
 
 def log_ratio_sums(model, items, how, budget) -> dict:
     """{number of a trajectory: its log-ratio by the policy of now, summed over the sampled tokens of all its rows}."""
-    sums, rows = {}, [row for row, *_ in items]
-    logps = row_logps(model, rows, how.pad_id, temperature=how.temperature, micro_batch_tokens=budget)
+    sums, logps = {}, row_logps(model, [row for row, *_ in items], how.pad_id, temperature=how.temperature, micro_batch_tokens=budget)
     for (row, _, _, old, n), logp_T in zip(items, logps):
         sums[n] = sums.get(n, 0.0) + sum(new - known for own, new, known in zip(row.mask, logp_T, old or logp_T) if own)
     return sums
@@ -200,19 +200,19 @@ def score(model, items, algorithm, how, of_batch, sums=None) -> MicroBatch:
             ref_logp_BT = token_logps(model, ids_BT, mask_BT, how.temperature)[0]
     logp_BT, entropy_BT = token_logps(model, ids_BT, mask_BT, how.temperature)
     old_logp_BT = logp_BT.detach().clone()  # on-policy, unless they are known
-    log_weight_BT = torch.zeros_like(old_logp_BT)
+    log_weight_BT, token_advantages_BT = torch.zeros_like(old_logp_BT), torch.zeros_like(old_logp_BT)
     for b, (row, known) in enumerate(zip(rows, old_logps)):
         own = b, slice(len(row.ids))
+        token_advantages_BT[own] = torch.tensor(row.token_advantages or 0.0)
         if known is not None:
             old_logp_BT[own] = torch.tensor(known, device=logp_BT.device)
         if len(row.sampled_logp) == len(row.ids):
             log_weight_BT[own] = old_logp_BT[own] - log_weight_BT.new_tensor(row.sampled_logp)
     if how.importance_cap:
-        weight_BT = log_weight_BT.exp().clamp(max=how.importance_cap)
-        logp_BT = logp_BT.detach() + weight_BT * (logp_BT - logp_BT.detach())  # the value stays, the gradient is weighed
+        logp_BT = logp_BT.detach() + log_weight_BT.exp().clamp(max=how.importance_cap) * (logp_BT - logp_BT.detach())  # the gradient alone
     return MicroBatch(logp_BT, old_logp_BT, ref_logp_BT, mask_BT, torch.stack(advantages).to(logp_BT.device),
                       torch.tensor(lengths, device=logp_BT.device), *of_batch, entropy_BT, log_weight_BT,
-                      logp_BT.new_tensor([sums[n] for n in numbers]) if sums else None)
+                      logp_BT.new_tensor([sums[n] for n in numbers]) if sums else None, token_advantages_BT)
 
 
 # The update
@@ -294,7 +294,7 @@ def sums_of(batch, loss, algorithm):
     log_ratio_BT = batch.logp_BT - batch.old_logp_BT  # 0 where the mask is 0
     A_B, mask_BT, clip = batch.advantages_B, batch.mask_BT, algorithm.clip
     if algorithm.ratio == "token":
-        ratio, A = log_ratio_BT.exp()[mask_BT], A_B[:, None].expand_as(mask_BT)[mask_BT]
+        ratio, A = log_ratio_BT.exp()[mask_BT], (A_B[:, None] + batch.token_advantages_BT)[mask_BT]
     elif batch.log_ratio_sums_B is None:
         ratio, A = (log_ratio_BT.sum(1) / mask_BT.sum(1)).exp(), A_B
     else:

@@ -50,6 +50,7 @@ class Row:
     mask: list[int]  # 1 where the policy sampled the token
     old_logp: list[float] | None = None  # only where the policy sampled in another context than `ids`
     sampled_logp: list[float] = field(default_factory=list, compare=False)  # by the sampler, 0 where the mask is 0, or []
+    token_advantages: list[float] | None = None  # added to the trajectory's, token by token, by a loss that knows it (baselines/opid.py)
 
 
 @dataclass

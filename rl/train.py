@@ -92,8 +92,7 @@ class Step:
         invalid_N = [sum(not turn.valid for turn in t.turns) / max(len(t.turns), 1) for t in batch]
         rewards_N = torch.tensor([t.reward - self.config.invalid_action_penalty * invalid for t, invalid in zip(batch, invalid_N)],
                                  dtype=torch.float64)
-        lengths_N = torch.tensor([t.length for t in batch])
-        groups_N = torch.tensor([t.group for t in batch])
+        lengths_N, groups_N = torch.tensor([t.length for t in batch]), torch.tensor([t.group for t in batch])
         return self.algorithm.advantages(self.algorithm.shape_rewards(rewards_N, lengths_N), groups_N)
 
     def learn(self, step, batch, advantages_N, more=None) -> dict:

@@ -1,8 +1,10 @@
 """What README and docs say: commands parse, paths and tests exist, quoted lines of code are in the code, the piece runs."""
 import ast
+import contextlib
 import importlib
 import re
 import shlex
+from types import SimpleNamespace
 
 import pytest
 from conftest import ROOT
@@ -11,12 +13,15 @@ import bench
 import evaluate
 import plan
 import study
+from baselines import loop
 from funnel import rounds
 from rl import options, train
 from tools import prompts, show
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "results").glob("*.md"))]
-CODE = [path for room in ("", "envs", "rl", "funnel", "tools", "examples", "docs") for path in sorted((ROOT / room).glob("*.py"))]
+ROOMS = ("", "envs", "rl", "funnel", "baselines", "tools", "examples", "docs")
+CODE = [path for room in ROOMS for path in sorted((ROOT / room).glob("*.py"))]
+NOTHING_TO_DO = SimpleNamespace(first_step=2, steps=lambda: [], kept=lambda: [{"skills": {}}], report=lambda show=None: None, folder=None)
 TESTS = {path.name: path.read_text() for path in sorted((ROOT / "tests").glob("test_*.py"))}
 
 
@@ -32,7 +37,7 @@ def said(page):
 def commands(text):
     """[file, options] of each command."""
     text = text.replace("\\\n", " ")
-    found = re.findall(r"python (?:-m )?((?:[\w/]+\.py|(?:rl|funnel|tools|examples|docs)\.\w+)\b[^\n`|&;]*)", text)
+    found = re.findall(r"python (?:-m )?((?:[\w/]+\.py|(?:rl|funnel|baselines|tools|examples|docs)\.\w+)\b[^\n`|&;]*)", text)
     lines = [[word for word in shlex.split(line.partition("  #")[0]) if word != "..."] for line in found]
     return [[file if file.endswith(".py") else file.replace(".", "/") + ".py", *argv] for file, *argv in lines]
 
@@ -44,6 +49,7 @@ def test_commands_parse(page, monkeypatch):
     monkeypatch.setattr(evaluate, "evaluate_run", lambda config, run: seen.append(config))
     monkeypatch.setattr(evaluate, "words_of_run", lambda run: [])
     monkeypatch.setattr(rounds, "rounds", lambda config: seen.append(config))
+    monkeypatch.setattr(loop, "training", lambda config, algorithm: seen.append(config) or contextlib.nullcontext(NOTHING_TO_DO))
     monkeypatch.setattr(study, "study", lambda args, *rest: seen.append(args))
     monkeypatch.setattr(plan, "fit", lambda name, gpu, **how: seen.append(name))
     monkeypatch.setattr(plan, "memory_table", str)
@@ -60,6 +66,8 @@ def test_commands_parse(page, monkeypatch):
             options.parse(prompts.PromptOptions, argv, common=prompts.PromptOptions)
         elif file == "distill.py":
             rounds.main(argv)
+        elif file.startswith("baselines/"):
+            importlib.import_module(file[:-3].replace("/", ".")).main(argv)
         elif file == "enrich.py":
             options.parse(show.ShowOptions, argv, common=show.ShowOptions)
         elif file == "bench.py":
@@ -76,7 +84,7 @@ def test_links_and_paths_exist(page):
         assert (page.parent / target).exists(), target
     for path in re.findall(r"pip install [^\n]*?-r (\S+)", text):
         assert (ROOT / path).exists(), path
-    for path in re.findall(r"`((?:envs|rl|funnel|tools|examples|tests|docs|results)/[\w./-]+|\w+\.py)`", text):
+    for path in re.findall(r"`((?:envs|rl|funnel|baselines|tools|examples|tests|docs|results)/[\w./-]+|\w+\.py)`", text):
         assert (ROOT / path).exists() or (page.parent / path).exists(), path
 
 

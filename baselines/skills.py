@@ -1,0 +1,101 @@
+"""Skills as text: what they are, who writes them, how the policy sees them. For skillrl.py and skill0.py.
+
+A skill is {"title", "principle", "when"}: what to do, and in which situation. The counting editor of the built-in game
+(funnel/editors.py) makes one of each of its entries: the situation is `when`, the action is `principle`. A language model is
+asked as `WRITE` says, in our words.
+"""
+import json
+from dataclasses import dataclass
+
+from envs import BadInput
+from funnel.editors import count_edits
+from funnel.state import bare
+from grpo import Options as GrpoOptions
+from rl.options import option
+
+FIELDS = ("title", "principle", "when")
+FORM = """Answer with JSON alone, a list of at most {most} skills, most useful first:
+[{{"title": "three to five words", "principle": "one or two sentences that say what to do", "when": "the situation it is for"}}]
+An empty list, [], means that there is nothing to add."""
+WRITE = {
+    "general": "Below are episodes of an agent in different tasks. Write skills that help in every task.",
+    "type": "Below are episodes of an agent in tasks of one kind. Write skills for tasks of this kind.",
+    "mistakes": "Below are episodes in which an agent failed. Write down the mistakes that recur: what goes wrong as the title, how to "
+                "avoid it as the principle.",
+    "failures": "Below is how some episodes of an agent ended, all of them failures. Write new skills that would have prevented this. "
+                "Do not repeat a skill that is there already."}
+
+
+@dataclass
+class SkillOptions(GrpoOptions):
+    state_place: str = option("", "where skills stand: prompt (after the system prompt) or observation (quoted under the observation "
+                                  "that they are about; default: prompt, with tiny: observation)")
+    reflection_batch: int = option(256, "training tasks that the base policy plays, for the skills before step 1 (as in four rounds of "
+                                          "distill.py)")
+    skills: int = option(6, "skills of a kind that are written from them at most (with --editor count: 3 times as many)")
+
+
+def task_type(task: str) -> str:
+    """What kind of task an id is of: the part before "/"."""
+    return task.partition("/")[0]
+
+
+def by_type(episodes) -> dict[str, list]:
+    return {kind: [t for t in episodes if task_type(t.task) == kind] for kind in sorted({task_type(t.task) for t in episodes})}
+
+
+def text_of(skills, place) -> str:
+    """For `StateEnv`: lines of a prompt, or entries of which each is quoted under the observation that it is about."""
+    if place == "observation":
+        return "\n".join(f"- {skill['when']}: {skill['principle']}." for skill in skills)
+    return "\n".join(f"- {skill['title']}: {skill['principle']} (When: {skill['when']})" for skill in skills)
+
+
+def counted(episodes, most, known=()):
+    """At most `most` new skills by counting, those that came up in most episodes first."""
+    edits = count_edits(episodes, text_of(known, "observation"), 10 ** 6)
+    entries = [bare(edit["content"]).removesuffix(".").rpartition(": ") for edit in edits if edit["op"] == "append"]
+    return [{"title": action, "principle": action, "when": about} for about, _, action in entries[:most]]
+
+
+def written(ask, kind, episodes, most, known=(), *, characters=1500, last=0):
+    """At most `most` new skills by a language model. ask([(system, user)]) -> [answer]; kind: one of `WRITE`; last: of an episode only
+    this many turns are shown (0: all of them)."""
+    if not episodes:
+        return []
+    titles = "\n".join(f"- {skill['title']}" for skill in known) or "(none)"
+    user = f"Skills that are there already:\n{titles}\n\n" + "\n\n".join(transcript(t, characters, last) for t in episodes)
+    return parse_skills(ask([(f"{WRITE[kind]}\n{FORM.format(most=most)}", user)])[0])[:most]
+
+
+def transcript(trajectory, most, last=0) -> str:
+    """An episode as text, the middle cut out if it is long."""
+    shown = [f"> {turn.action.strip()}\n{turn.observation}" for turn in trajectory.turns[-last:]]
+    text = "\n".join(shown if last else [trajectory.first_observation, *shown])
+    if len(text) > most:
+        text = f"{text[:most // 2]}\n(...)\n{text[-(most - most // 2):]}"
+    return f"Episode of {task_type(trajectory.task)} ({'success' if trajectory.success else 'failure'}):\n{text}"
+
+
+def json_values(answer):
+    """Every JSON list or object in a model's answer, outermost first; thinking, prose and fences may stand around it."""
+    text, at = answer.rpartition("</think>")[2][:200_000], 0
+    while (start := min((found for sign in "[{" if (found := text.find(sign, at)) >= 0), default=None)) is not None:
+        try:
+            value, at = json.JSONDecoder(strict=False).raw_decode(text, start)
+            yield value
+        except (ValueError, RecursionError):
+            at = start + 1
+
+
+def parse_skills(answer) -> list[dict]:
+    """The skills in a model's answer, of the last list that has some; what is not whole is dropped."""
+    found = [[{field: item[field].strip() for field in FIELDS} for item in (value if isinstance(value, list) else [value])
+              if isinstance(item, dict) and all(isinstance(item.get(field), str) and item[field].strip() for field in FIELDS)]
+             for value in json_values(answer)]
+    return next((skills for skills in reversed(found) if skills), [])
+
+
+def refuse_empty(skills, what):
+    if not skills:
+        raise BadInput(f"no skill was written from {what}: raise --reflection-batch, or take a stronger --editor-model")
