@@ -137,8 +137,8 @@ class ALFWorld(Env):
 
     max_turns = 50
     defaults = {"history": "recent:5", "max_context": 8192, "max_new_tokens": 512}
-    analyst_note = ("\"Nothing happens.\" means that the command was not possible at that moment. The agent saw a list of the possible "
-                    "commands each turn; it is left out here, and so is its reasoning.")
+    analyst_note = ("\"Nothing happens.\" means that the command was not possible at that moment. Lists of possible commands are left "
+                    "out here, and so is the agent's reasoning.")
 
     def __init__(self, data=None, admissible="list", paths=None):
         refuse_unknown("admissible", admissible, ("list", "none"))
@@ -235,8 +235,8 @@ class ALFWorld(Env):
 
     def reflection(self, trajectory):
         """The command of each turn, or the end of a text that holds none, and what came of it."""
-        shown = [without_list(trajectory.first_observation, trajectory.turns[0].listed if trajectory.turns else None)]
-        lists = [*(turn.listed for turn in trajectory.turns[1:]), trajectory.info.get("listed")]
+        first, *lists = [*(turn.listed for turn in trajectory.turns), trajectory.info.get("listed")]
+        shown = [without_list(trajectory.first_observation, first)]
         for turn, listed in zip(trajectory.turns, lists):
             command = parse_action(turn.action, COMMAND.fullmatch) or f"(no command) {turn.action[-100:].strip()}"
             shown.append(f"> {command[:200]}\n{HELP.sub('(a list of commands)', without_list(turn.observation, listed))}")

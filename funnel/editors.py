@@ -3,8 +3,8 @@
     frozen batch -> reflect: failures and successes apart, up to 8 episodes at a time, kinds and counts before edits
                  -> merge: up to 8 lists at a time, failures and successes apart, then both -> rank, cut to the budget
 
-This is the order of SkillOpt (arXiv 2605.23904) and of its released code; the words are ours. With `--lite`, SkillOpt-Lite: no budget,
-no merge, no ranking, and rejected edits are not shown. What differs:
+This is the order of SkillOpt (arXiv 2605.23904) and of its released code; the words are ours. With `--lite`, as SkillOpt-Lite: no
+budget, no merge, no ranking, and rejected edits are not shown. What differs:
 
 1. A list holds at most the budget after reflection, as there, and twice the budget after a merge, which has no limit there.
 2. Equal edits are joined in code, and so is what a model's merge leaves unread: then the order is most often proposed first, failures
@@ -144,7 +144,8 @@ Answer with JSON alone, in this form, with the numbers of the {budget} best edit
 def reflection_system(kind, budget):
     limit = f"Write at most {budget} edits. Fewer are fine." if budget < ANY else "Write as many edits as are needed."
     name = {"failure": "failures", "success": "successes"}[kind]
-    return "\n\n".join([REFLECT[kind], RULES.format(limit=limit), FORM.format(analysis="what happened, and why", kinds=KINDS.format(name=name))])
+    form = FORM.format(analysis="what happened, and why", kinds=KINDS.format(name=name))
+    return "\n\n".join([REFLECT[kind], RULES.format(limit=limit), form])
 
 
 def merge_system(kind, budget):

@@ -167,7 +167,8 @@ def test_every_prompt_holds_the_notes_the_instructions_the_note_and_what_was_rej
     model_edits(ask, Shop(), [episode(n, n > 1) for n in range(3)], "# Keys\n- Old.", 2, rejected, most=9000)
     assert {stage(system) for prompts in asked for system, _ in prompts} == {"reflect", "merge", "rank"}
     for system, user in [prompt for prompts in asked for prompt in prompts]:
-        for part in ("Buy what is asked for.", "Prices are in dollars.", "## Notes\n\n# Keys\n- Old.", "Bad idea.", "0.500", "0.250", "unknown"):
+        for part in ("Buy what is asked for.", "Prices are in dollars.", "## Notes\n\n# Keys\n- Old.", "Bad idea.", "0.500", "0.250",
+                     "unknown"):
             assert part in user, part
         if stage(system) == "reflect":
             assert system.index('"analysis"') < system.index('"kind"') < system.index('"edits"')  # kinds and counts come first
@@ -212,7 +213,8 @@ def test_lite_has_no_budget_no_merge_no_ranking_and_shows_nothing_rejected():
 
 def test_support_is_kept_through_joining_and_merging():
     a, b = edit("append", content="- A."), edit("append", content="- B.")
-    assert distinct([[{**b, "support": 1}], [{**a, "support": 2}], [{**a, "support": 3}], [a]]) == [{**a, "support": 5}, {**b, "support": 1}]
+    joined = distinct([[{**b, "support": 1}], [{**a, "support": 2}], [{**a, "support": 3}], [a]])
+    assert joined == [{**a, "support": 5}, {**b, "support": 1}]
     ask, asked = asking(lambda system, user: answer({**a, "support": 5}, {**b, "support": 1}))
     lists, dropped = merge(ask, "failure", "", [[{**a, "support": 2}], [], [{**a, "support": 3}, b]], 4, lambda *_: True)
     assert lists == [[{**a, "support": 5}, {**b, "support": 1}]] and dropped == []
@@ -233,7 +235,8 @@ def test_no_two_edits_touch_one_line():
 def test_an_episode_says_how_it_ended_and_is_cut_in_its_middle_with_a_notice():
     t = episode(7, False, info={"score": 0.25}, end="turn_limit")
     text = shown(Shop(), t, 10_000)
-    assert text.startswith("(failure, score 0.25, 1 turns, no turn was left)\nYou see 7.\n") and text.endswith("The right answer was task-7.")
+    assert text.startswith("(failure, score 0.25, 1 turns, no turn was left)\nYou see 7.\n")
+    assert text.endswith("The right answer was task-7.")
     short = shown(Shop(), t, 101).partition("\n")[2]
     assert "You see 7." in short and "The right answer was task-7." in short and "2,9" in short and "left out" in short
     assert cut("x" * 10, 10) == "x" * 10 and cut("abcdefg", 3) == "ab\n(... 4 characters are left out here ...)\ng"
@@ -262,8 +265,9 @@ def test_the_counting_editor_is_for_the_built_in_game_alone():
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("more, said", [({}, None), ({"state_limit": 40_000}, "--state-limit 40,000"), ({"mode": "policy-only", "state_limit":
-                                        40_000}, None), ({"editor_model": "./nowhere"}, "cannot load the editor './nowhere'")])
+@pytest.mark.parametrize("more, said", [
+    ({}, None), ({"state_limit": 40_000}, "--state-limit 40,000"), ({"mode": "policy-only", "state_limit": 40_000}, None),
+    ({"editor_model": "./nowhere"}, "cannot load the editor './nowhere'")])
 def test_the_editor_is_checked_before_training(words, word_chat, more, said):
     options = {"editor": "model", "editor_model": "", "mode": "full", "edits_first": 4, "state_limit": 4000, "editor_characters": 4000,
                "editor_tokens": 512, "thinking": False, "started": ""}

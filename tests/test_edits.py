@@ -154,7 +154,8 @@ def test_support_is_kept_where_it_is_a_number():
         assert edits == [{**WANT[0], **want}]
 
 
-@pytest.mark.parametrize("answer, want", [("[3, 1, 99, 1]", [3, 1]), ("[1, 2", [1, 2]), ("First [0].\n```json\n{\"order\": [2, 0]}\n```", [2, 0]),
+@pytest.mark.parametrize("answer, want", [("[3, 1, 99, 1]", [3, 1]), ("[1, 2", [1, 2]),
+                                          ("First [0].\n```json\n{\"order\": [2, 0]}\n```", [2, 0]),
                                           ("none", []), ("[]", []), ("<think>[1]", []), ("[" + "9" * 10_000 + "]", [])])
 def test_numbers_of_a_ranking(answer, want):
     assert parse_numbers(answer, 4) == want

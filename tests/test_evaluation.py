@@ -16,6 +16,7 @@ from rl.logs import episode_metrics, read
 from rl.options import Config, parse
 from rl.policy import load_policy
 from rl.rollout import Request, rollout
+from rl.stripped import without_hints
 
 
 def test_wilson_interval():
@@ -135,7 +136,7 @@ def loop(tmp_path_factory):
     (folder / "first.md").write_text("- Knock.\n")
 
     def right_actions(episodes, state, budget, rejected):
-        known = {situation(t.first_observation): t for t in episodes if situation(t.first_observation) not in state}
+        known = {situation(t.first_observation): t for t in map(without_hints, episodes) if situation(t.first_observation) not in state}
         return [edit("append", content=f"- {about}: {game.reset(task=t.task, seed=t.seed) and game.gold_action()}.")
                 for about, t in list(known.items())[:5]]
 

@@ -37,6 +37,11 @@ def test_edits_that_are_refused_leave_the_state(change, reason):
     assert len(str(refused)) < 600  # what is logged of it
 
 
+def test_a_target_is_the_line_as_it_stands_before_one_that_is_like_it():
+    assert apply_edits("A.\n\n- A.", [edit("delete", "- A.")], 99)[0] == "A."
+    assert apply_edits("A.\n\n- A.", [edit("delete", "A.")], 99)[0] == "- A."
+
+
 def test_edits_of_one_answer_build_on_each_other():
     edits = [edit("append", content="- A."), edit("replace", "A.", "B."), edit("delete", "A.")]
     state, applied, refused = apply_edits("", edits, 99)

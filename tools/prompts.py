@@ -60,6 +60,6 @@ def main(argv=None):
 
     model_edits(ask, env, episodes, state, budget, REJECTED, most=config.editor_characters, together=2)
     env.close()
-    print(f"\n{len(episodes)} episodes of {config.env}, of which {sum(t.success for t in episodes)} succeeded, two in a prompt; in training up "
-          f"to eight. The longest has {max(len(env.reflection(t)) for t in episodes):,} characters of --editor-characters "
+    print(f"\n{len(episodes)} episodes of {config.env}, of which {sum(t.success for t in episodes)} succeeded, two in a prompt; in "
+          f"training up to eight. The longest has {max(len(env.reflection(t)) for t in episodes):,} characters of --editor-characters "
           f"{config.editor_characters:,}")
