@@ -1,14 +1,14 @@
 """Skills as text: what they are, who writes them, how the policy sees them. For skillrl.py and skill0.py.
 
 A skill is {"title", "principle", "when"}: what to do, and in which situation. The counting editor of the built-in game
-(funnel/editors.py) makes one of each of its entries: the situation is `when`, the action is `principle`. A language model is
+(funnel/counting.py) makes one of each of its entries: the situation is `when`, the action is `principle`. A language model is
 asked as `WRITE` says, in our words.
 """
 import json
 from dataclasses import dataclass
 
 from envs import BadInput
-from funnel.editors import count_edits
+from funnel.counting import count_edits
 from funnel.state import bare
 from grpo import Options as GrpoOptions
 from rl.options import option
