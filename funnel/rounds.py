@@ -101,7 +101,7 @@ def evolve_state(run, k, policy, state):
     tasks = run.sample_tasks(f"reflection {k}", config.reflection_batch)
     batch = run.play(k, policy, "reflection", tasks, state)
     written = [*run.results("start"), *run.results("state")]
-    rejected = [{"edits": row["rejected_edits"], "before": row["success_before"], "after": row["success_after"]}
+    rejected = [{"edits": row["rejected_edits"], "before": row[f"{config.gate_metric}_before"], "after": row[f"{config.gate_metric}_after"]}
                 for row in written[1:] if row["rejected_edits"]]
     edits, dropped = propose_edits(run, policy, [t for t in batch if t.end != "env_error"], state,
                                    edit_budget(k, config.rounds, config.edits_first, config.edits_last), rejected)

@@ -343,8 +343,8 @@ def test_what_a_committed_policy_does_without_leaves_the_state(absorbing, tmp_pa
     assert states[0] == ["- Knock."] and len(states[1]) == 1 and states[1] == states[2][:1] and "- Knock." not in states[1] + states[2]
     assert (one["retired"], one["entries"], two["retired"], two["entries"]) == (["- Knock."], 1, [], 2)
     assert not two["edited_by_hand"]  # by the run itself
-    assert [prompts for phase, prompts in seen if phase == "002-state"] == [{f"{KeyDoor.system_prompt}\n\n{states[1][0]}"}]
-    assert [prompts for phase, prompts in seen if phase == "001-teacher"][1] == {f"{KeyDoor.system_prompt}\n\n- Knock."}
+    assert [prompts for phase, prompts in seen if phase == "002-state"] == [{f"{KeyDoor.system_prompt}\n\n## Notes\n\n{states[1][0]}"}]
+    assert [prompts for phase, prompts in seen if phase == "001-teacher"][1] == {f"{KeyDoor.system_prompt}\n\n## Notes\n\n- Knock."}
     line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("    1  accepted"))
     assert line.split()[-4:-2] == ["1", "1"]  # retired, entries
     report = json.loads((folder / "phases" / "002-report.json").read_text())
