@@ -4,8 +4,8 @@
     python plan.py --model Qwen/Qwen3.5-4B --gpu 48 --teacher Qwen/Qwen3.5-27B --max-context 8192
     python grpo.py --preset 24gb --model Qwen/Qwen3-4B ...        # passes the options that such a plan ends with
 
-How it is counted, and against what that was measured: rl/memory.py; what fits: rl/presets.py. While the teacher is in memory, no other model
-is, but for --on-policy step of distill.py: there it stays beside the policy, and its weights are to be added to the other phases.
+How it is counted, and against what that was measured: rl/memory.py; what fits: rl/presets.py. While the teacher is in memory, no other
+model is, but for --on-policy step of distill.py: there it stays beside the policy, and its weights are to be added to the other phases.
 """
 from envs import BadInput
 from rl.presets import CONTEXT, GIB, KNOWN, SHARE, as_words, config_of, fit

@@ -415,7 +415,7 @@ def test_on_policy_steps_distil_the_students_own_episodes_of_that_step(helpful, 
         return plain["weigh"](model, weighed, *a, **how)
 
     def consult(model, items, *a, **how):
-        log.append(["consult", [p.detach().clone() for p in model.parameters() if p.shape][0], without_adapter(model), how["sees_state"], items])
+        log.append(["consult", None, without_adapter(model), how["sees_state"], items])
         return plain["consult"](model, items, *a, **how)
 
     def gradient(model, items, *a, **how):
@@ -430,7 +430,7 @@ def test_on_policy_steps_distil_the_students_own_episodes_of_that_step(helpful, 
     folder = tmp_path / "run"
     rounds.main([*SMALL, "--on-policy", "step", "--teacher", who, "--rounds", "1", "--lr", "1e-2", "--alpha", "0.5", "--distill-batch", "3",
                  "--minibatches", str(parts), "--out", str(folder)])
-    assert [entry[0] for entry in log] == ["weigh", "consult", *["gradient"] * parts] * 2  # nothing is asked before training, all at each step
+    assert [entry[0] for entry in log] == ["weigh", "consult", *["gradient"] * parts] * 2  # all at each step
     chosen = json.loads((folder / "phases" / "001-teacher.json").read_text())["chosen"]
     assert sorted(chosen.values()) == [0.5, 0.5, 1.0, 1.0]
     seeds = {t.task: t.seed for phase, _, part in played if phase == "001-teacher" for t in part}
@@ -439,7 +439,7 @@ def test_on_policy_steps_distil_the_students_own_episodes_of_that_step(helpful, 
     moved, episodes_distilled = log[2::2 + parts], 3 if parts == 1 else 4  # of the four that are played
     for (state, part), weighed in zip(steps, weights, strict=True):
         assert state == "" and all(t.task in chosen and t.seed == seeds[t.task] for t in part)
-        assert len(weighed[3]) == episodes_distilled and all(any(t is other for other in part) for t in weighed[3])  # the very episodes of the step
+        assert len(weighed[3]) == episodes_distilled and all(any(t is other for other in part) for t in weighed[3])  # of that step
         assert weighed[4] == [chosen[t.task] for t in weighed[3]]
     assert torch.equal(weights[0][1], weights[1][1])  # pi_k, at the second step too
     assert torch.equal(moved[0][1], weights[0][1]) and not torch.equal(moved[1][1], weights[0][1])  # the student has moved
