@@ -100,9 +100,8 @@ def evolve_state(run, k, policy, state):
     # Reflect on episodes of the pair, and on what was rejected in earlier rounds
     tasks = run.sample_tasks(f"reflection {k}", config.reflection_batch)
     batch = run.play(k, policy, "reflection", tasks, state)
-    written = [*run.results("start"), *run.results("state")]
     rejected = [{"edits": row["rejected_edits"], "before": row[f"{config.gate_metric}_before"], "after": row[f"{config.gate_metric}_after"]}
-                for row in written[1:] if row["rejected_edits"]]
+                for row in run.results("state") if row["rejected_edits"]]
     edits, dropped = propose_edits(run, policy, [t for t in batch if t.end != "env_error"], state,
                                    edit_budget(k, config.rounds, config.edits_first, config.edits_last), rejected)
     candidate, applied, refused = apply_edits(state, edits, config.state_limit)

@@ -733,6 +733,27 @@ def test_a_run_from_before_these_options_resumes_or_is_refused_in_one_line(helpf
         assert json.loads(file.read_text())["on_policy"] == ("round" if was else "")
 
 
+@pytest.mark.parametrize("options, said", [
+    ([], "started when the state had no heading"), (["--state-place", "observation"], "has --lite False, not True"),
+    (["--state-place", "observation", "--editor", "model", "--state-limit", "900", "--editor-characters", "900"],
+     "started when the state had no heading or its editor other prompts: start another run"), (["--mode", "policy-only"], "")])
+def test_a_run_from_before_the_prompts_of_now_never_goes_on_with_other_ones(helpful, tmp_path, options, said):
+    folder = tmp_path / "run"
+    argv = [*SMALL, "--out", str(folder), "--mode", "state-only", "--rounds", "1", *options]
+    rounds.main(argv)
+    file = folder / "config.json"
+    old = {name: value for name, value in json.loads(file.read_text()).items() if name not in ("retire", "gate_metric", "lite")}
+    file.write_text(json.dumps(old | {"on_policy": False}))
+    words = ["--resume", "--no-retire"]
+    if said:
+        with pytest.raises(BadInput, match=said) as caught:
+            rounds.main([*argv, *words, *["--lite"] * ("lite" in said)])
+        assert "\n" not in str(caught.value)
+    if "other prompts" not in said and options:  # else it goes on, and once more, as a run of now
+        for _ in range(2):
+            rounds.main([*argv, *words])
+
+
 def test_another_runs_options_are_refused_on_resume(helpful, tmp_path):
     argv = [*SMALL, "--out", str(tmp_path / "run"), "--mode", "state-only", "--rounds", "1"]
     rounds.main(argv)
