@@ -17,6 +17,7 @@ from rl.options import option
 FIELDS = ("title", "principle", "when")
 FORM = """Answer with JSON alone, a list of at most {most} skills, most useful first:
 [{{"title": "three to five words", "principle": "one or two sentences that say what to do", "when": "the situation it is for"}}]
+A skill must help in other tasks: no names, answers or values of a single one.
 An empty list, [], means that there is nothing to add."""
 WRITE = {
     "general": "Below are episodes of an agent in different tasks. Write skills that help in every task.",
