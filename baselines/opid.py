@@ -64,11 +64,11 @@ def opid_loss(logp_BT, old_logp_BT, group_B, term_BT, mask_BT, *, num_trajectori
 
 
 def parse_analysis(values, turns: int) -> dict | None:
-    """The first JSON object with an episode skill -> {"episode": text, "steps": {step: text}}, at most 5 steps that exist; else None."""
-    value = next((v for v in values if isinstance(v, dict) and isinstance(v.get("episode_skill"), str) and v["episode_skill"].strip()),
-                 None)
-    if value is None:
+    """The last JSON object with an episode skill -> {"episode": text, "steps": {step: text}}, at most 5 steps that exist; else None."""
+    whole = [v for v in values if isinstance(v, dict) and isinstance(v.get("episode_skill"), str) and v["episode_skill"].strip()]
+    if not whole:
         return None
+    value = whole[-1]
     steps = value.get("step_skills") if isinstance(value.get("step_skills"), dict) else {}
     known = {int(step): text.strip() for step, text in steps.items()
              if step.isdecimal() and int(step) < turns and isinstance(text, str) and text.strip()}

@@ -96,6 +96,7 @@ def test_a_step_has_its_own_skill_or_that_of_the_episode():
 @pytest.mark.parametrize("answer, expected", [
     ('```json\n{"episode_skill": " go on ", "step_skills": {"0": "open", "9": "late", "x": "no", "1": ""}}\n```', ("go on", {0: "open"})),
     ('<think>{"episode_skill": "no"}</think>Well: {"a": 1} {"episode_skill": "yes"}', ("yes", {})),
+    ('As in {"episode_skill": "..."}:\n{"episode_skill": "yes",}', ("yes", {})), ('<think>{"episode_skill": "no"}', None),
     (json.dumps({"episode_skill": "s", "step_skills": {str(n): f"t{n}" for n in range(8)}}), ("s", {n: f"t{n}" for n in range(5)})),
     ('{"episode_skill": "", "step_skills": {"0": "open"}}', None), ("no JSON", None), ('{"episode_skill": "cut', None)])
 def test_an_analysis_as_models_write_it(answer, expected):
