@@ -64,11 +64,11 @@ def opid_loss(logp_BT, old_logp_BT, group_B, term_BT, mask_BT, *, num_trajectori
 
 
 def parse_analysis(values, turns: int) -> dict | None:
-    """The first JSON object with an episode skill -> {"episode": text, "steps": {step: text}}, at most 5 steps that exist; else None."""
-    value = next((v for v in values if isinstance(v, dict) and isinstance(v.get("episode_skill"), str) and v["episode_skill"].strip()),
-                 None)
-    if value is None:
+    """The last JSON object with an episode skill -> {"episode": text, "steps": {step: text}}, at most 5 steps that exist; else None."""
+    whole = [v for v in values if isinstance(v, dict) and isinstance(v.get("episode_skill"), str) and v["episode_skill"].strip()]
+    if not whole:
         return None
+    value = whole[-1]
     steps = value.get("step_skills") if isinstance(value.get("step_skills"), dict) else {}
     known = {int(step): text.strip() for step, text in steps.items()
              if step.isdecimal() and int(step) < turns and isinstance(text, str) and text.strip()}
@@ -120,14 +120,14 @@ def count_analyses(episodes):
     return found
 
 
-def model_analyses(ask, episodes, most):
+def model_analyses(run, episodes):
     """Analyses by a language model, each asked for twice at most."""
     from baselines.skills import json_values, transcript
 
-    prompts = [(ANALYSE.format(what=WHAT[t.success], most=STEP_SKILLS), transcript(t, most)) for t in episodes]
-    found = [parse_analysis(json_values(answer), len(t.turns)) for t, answer in zip(episodes, ask(prompts))]
+    prompts = [(ANALYSE.format(what=WHAT[t.success], most=STEP_SKILLS), transcript(run, t)) for t in episodes]
+    found = [parse_analysis(json_values(answer), len(t.turns)) for t, answer in zip(episodes, run.ask(prompts))]
     again = [n for n, analysis in enumerate(found) if analysis is None]
-    answers = ask([(prompts[n][0], f"{prompts[n][1]}\n\nYour last answer was not such a JSON object.") for n in again]) if again else []
+    answers = run.ask([(prompts[n][0], f"{prompts[n][1]}\n\nYour last answer was not such a JSON object.") for n in again]) if again else []
     for n, answer in zip(again, answers):
         found[n] = parse_analysis(json_values(answer), len(episodes[n].turns))
     return found
@@ -181,7 +181,7 @@ def main(argv=None):
         for step in run.steps():
             batch = run.play(step)
             whole = [t for t in batch if t.end != "env_error"]
-            analyses = count_analyses(whole) if config.editor == "count" else model_analyses(run.ask, whole, config.editor_characters)
+            analyses = count_analyses(whole) if config.editor == "count" else model_analyses(run, whole)
             size = add_skill_terms(run, whole, analyses)
             run.learn(step, batch, analysed=sum(map(bool, analyses)) / max(len(batch), 1), skill_term=size)
             run.close(step)

@@ -65,7 +65,7 @@ def first_skills(run):
     for kind, own in by_type(run.sample("first skills", config.reflection_batch)).items():
         if config.editor == "count":
             named |= {text_of([skill], "observation"): {"type": kind, "skills": [skill]} for skill in counted(own, 3 * config.skills)}
-        elif skills := written(run.ask, "type", own[:5], config.skills, characters=config.editor_characters):
+        elif skills := written(run, "type", own[:5], config.skills):
             named[kind] = {"type": kind, "skills": skills}
     return named
 

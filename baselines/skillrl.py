@@ -79,10 +79,9 @@ def first_bank(run):
     if config.editor == "count":
         types = {kind: counted(own, 3 * config.skills) for kind, own in by_type(episodes).items()}
         return {"general": [], "types": types, "mistakes": []}
-    how = {"characters": config.editor_characters}
-    return {"general": written(run.ask, "general", episodes[:SHOWN], config.skills, **how),
-            "types": {kind: written(run.ask, "type", own[:SHOWN], config.skills, **how) for kind, own in by_type(episodes).items()},
-            "mistakes": written(run.ask, "mistakes", [t for t in episodes if not t.success][:SHOWN], config.skills, **how)}
+    return {"general": written(run, "general", episodes[:SHOWN], config.skills),
+            "types": {kind: written(run, "type", own[:SHOWN], config.skills) for kind, own in by_type(episodes).items()},
+            "mistakes": written(run, "mistakes", [t for t in episodes if not t.success][:SHOWN], config.skills)}
 
 
 def cold_start(run, show):
@@ -116,11 +115,9 @@ def new_skills(run, bank, episodes, low):
     """What the editor adds to the bank after a validation."""
     from baselines.skills import counted, task_type, written
 
-    config = run.config
-    if config.editor == "count":
+    if run.config.editor == "count":
         return counted([t for t in episodes if task_type(t.task) in low], 10 ** 6, every_skill(bank))
-    return written(run.ask, "failures", failures_shown(episodes, low), NEW, every_skill(bank), characters=config.editor_characters,
-                   last=LAST)
+    return written(run, "failures", failures_shown(episodes, low), NEW, every_skill(bank), last=LAST)
 
 
 def main(argv=None):

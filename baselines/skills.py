@@ -4,11 +4,12 @@ A skill is {"title", "principle", "when"}: what to do, and in which situation. T
 (funnel/counting.py) makes one of each of its entries: the situation is `when`, the action is `principle`. A language model is
 asked as `WRITE` says, in our words.
 """
-import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from envs import BadInput
+from envs import BadInput, after_thinking
 from funnel.counting import count_edits
+from funnel.edits import MOST, Reader
+from funnel.editors import shown
 from funnel.state import bare
 from grpo import Options as GrpoOptions
 from rl.options import option
@@ -16,6 +17,7 @@ from rl.options import option
 FIELDS = ("title", "principle", "when")
 FORM = """Answer with JSON alone, a list of at most {most} skills, most useful first:
 [{{"title": "three to five words", "principle": "one or two sentences that say what to do", "when": "the situation it is for"}}]
+A skill must help in other tasks: no names, answers or values of a single one.
 An empty list, [], means that there is nothing to add."""
 WRITE = {
     "general": "Below are episodes of an agent in different tasks. Write skills that help in every task.",
@@ -58,42 +60,40 @@ def counted(episodes, most, known=()):
     return [{"title": action, "principle": action, "when": about} for about, _, action in entries[:most]]
 
 
-def written(ask, kind, episodes, most, known=(), *, characters=1500, last=0):
-    """At most `most` new skills by a language model. ask([(system, user)]) -> [answer]; kind: one of `WRITE`; last: of an episode only
-    this many turns are shown (0: all of them)."""
+def written(run, kind, episodes, most, known=(), last=0):
+    """At most `most` new skills by a language model. kind: one of `WRITE`; last: of an episode only this many turns are shown (0: all of
+    them)."""
     if not episodes:
         return []
     titles = "\n".join(f"- {skill['title']}" for skill in known) or "(none)"
-    user = f"Skills that are there already:\n{titles}\n\n" + "\n\n".join(transcript(t, characters, last) for t in episodes)
-    return parse_skills(ask([(f"{WRITE[kind]}\n{FORM.format(most=most)}", user)])[0])[:most]
+    user = f"Skills that are there already:\n{titles}\n\n" + "\n\n".join(
+        transcript(run, replace(t, turns=t.turns[-last:])) for t in episodes)
+    return parse_skills(run.ask([(f"{WRITE[kind]}\n{FORM.format(most=most)}", user)])[0])[:most]
 
 
-def transcript(trajectory, most, last=0) -> str:
-    """An episode as text, the middle cut out if it is long."""
-    shown = [f"> {turn.action.strip()}\n{turn.observation}" for turn in trajectory.turns[-last:]]
-    text = "\n".join(shown if last else [trajectory.first_observation, *shown])
-    if len(text) > most:
-        text = f"{text[:most // 2]}\n(...)\n{text[-(most - most // 2):]}"
-    return f"Episode of {task_type(trajectory.task)} ({'success' if trajectory.success else 'failure'}):\n{text}"
+def transcript(run, trajectory) -> str:
+    """An episode as the editor of distill.py reads it."""
+    return f"Episode of {task_type(trajectory.task)} {shown(run.envs[0], trajectory, run.config.editor_characters)}"
 
 
-def json_values(answer):
-    """Every JSON list or object in a model's answer, outermost first; thinking, prose and fences may stand around it."""
-    text, at = answer.rpartition("</think>")[2][:200_000], 0
-    while (start := min((found for sign in "[{" if (found := text.find(sign, at)) >= 0), default=None)) is not None:
-        try:
-            value, at = json.JSONDecoder(strict=False).raw_decode(text, start)
-            yield value
-        except (ValueError, RecursionError):
-            at = start + 1
+def json_values(answer) -> list:
+    """The JSON lists and objects in a model's answer, read as its edits would be (funnel/edits.py)."""
+    return [value for *_, value in Reader((after_thinking(answer) or "")[:MOST]).values()]
 
 
 def parse_skills(answer) -> list[dict]:
     """The skills in a model's answer, of the last list that has some; what is not whole is dropped."""
-    found = [[{field: item[field].strip() for field in FIELDS} for item in (value if isinstance(value, list) else [value])
-              if isinstance(item, dict) and all(isinstance(item.get(field), str) and item[field].strip() for field in FIELDS)]
-             for value in json_values(answer)]
+    found = [skills_of(value) for value in json_values(answer)]
     return next((skills for skills in reversed(found) if skills), [])
+
+
+def skills_of(value) -> list[dict]:
+    """The skills of a list, of {"skills": list}, or of one that stands alone."""
+    items = value or []
+    if isinstance(value, dict):
+        items = [value, *(item for part in value.values() if isinstance(part, list) for item in part)]
+    return [{field: item[field].strip() for field in FIELDS} for item in items if isinstance(item, dict) and all(
+        isinstance(item.get(field), str) and item[field].strip() for field in FIELDS)]
 
 
 def refuse_empty(skills, what):

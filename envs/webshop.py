@@ -266,6 +266,7 @@ class WebShop(Env):
             did = f"{command[0]}[{command[1][:200]}]" if command else f"(no action) {turn.action[-100:].strip()}"
             did += " (not possible here)" * (not turn.valid)
             page = " | ".join(text[:60] for text in turn.observation.split(SEP) if text not in {*said, *BUTTONS})[:900]
+            page = page or "(the search page)"
             first = pages.setdefault(page, number)
             shown.append(f"> {did}\n{page if first == number else f'(the page of turn {first})'}")
         return "\n".join([*shown, *reference_lines(trajectory.info.get("reference"))])

@@ -11,7 +11,8 @@ budget, no merge, no ranking, and rejected edits are not shown. What differs:
    first. Of two edits on one line of the state the first one stays. There the prompt alone asks for that.
 3. Ranking asks for impact, support, novelty and generality; there, for actionability in the place of support.
 4. A prompt that does not fit into the editor's context has fewer episodes, or shorter ones.
-5. Rejected edits of all earlier rounds are shown with the scores of their gates, the last ten.
+5. Rejected edits of all earlier rounds are shown with the scores of their gates, the last ten; there those of the epoch, in reflection
+   alone.
 docs/distill.md lists what else SkillOpt has.
 """
 import json
@@ -39,7 +40,7 @@ def propose_edits(run, policy, episodes, state, budget, rejected):
 
     def edits_by(model, chat):
         act = sampler(model, chat, temperature=0.0, max_new_tokens=config.editor_tokens)
-        room = context_of(model.config) - config.editor_tokens
+        room = context_of(model.config) - config.editor_tokens - 300  # for the fault of an answer that is asked for again
 
         def ask(prompts):
             return [chat.action_text(act([chat.prompt(messages(*prompt))])[0]) for prompt in prompts]
@@ -103,6 +104,7 @@ RULES = """Rules for edits:
 - The agent sees its instructions, the notes and its task. It never sees right answers or scores: do not build on them.
 - Do not write what the notes or the instructions say already. If a line of the notes is wrong or vague, replace or delete it.
 - No two edits may touch the same line of the notes.
+- If the notes have a section that an edit belongs to, put it there with insert_after, in place of a new section at the end.
 - The notes are Markdown, and stay as you write them: lists, numbered steps, tables and headings may be used.
 - {limit}"""
 FORM = """Answer with JSON alone, in this form:
@@ -121,16 +123,18 @@ Make one list out of theirs:
 - Where edits contradict each other, {choice}.
 - {keep} Its support stays as it is.
 - No two edits may touch the same line of the notes.
-- Edits of several reviewers come first. An edit of one reviewer alone that is about a single task is left out.
+- {order}
 - Write at most {budget} edits."""
+SHARED = "Edits of several reviewers come first. An edit of one reviewer alone that is about a single task is left out."
 WHENCE = {
     "failure": {"whence": "They have read episodes in which the agent failed.", "choice": "keep the one with more support, or join both",
-                "keep": "Keep every edit that corrects something of its own."},
+                "keep": "Keep every edit that corrects something of its own.", "order": SHARED},
     "success": {"whence": "They have read episodes in which the agent succeeded.", "choice": "keep the one with more support",
-                "keep": "Keep an edit only if the notes do not say it already."},
+                "keep": "Keep an edit only if the notes do not say it already.", "order": SHARED},
     "both": {"whence": "List 1 corrects failures. List 2 holds on to what led to success.",
-             "choice": "or say the same, keep the one of list 1",
-             "keep": "Keep every edit of list 1, and an edit of list 2 if list 1 says nothing about that."}}
+             "choice": "keep the one of list 1, unless far more episodes speak for the one of list 2",
+             "keep": "Keep every other edit of list 1, and an edit of list 2 if list 1 says nothing about that.",
+             "order": "Edits of list 1 come first."}}
 RANK = """You improve the notes that an agent reads before it acts.
 Rank the numbered edits of the notes. These criteria count, the first one most:
 1. impact: it prevents a failure that is common in many tasks;

@@ -5,9 +5,10 @@
 
 An edit is {"op", "target", "content"} as state.py has it, and "support" where the model counted episodes. What can be read as strict
 JSON is read so. The rest is read with these liberties: comments, commas too many or too few, single, curly or missing quotes, line
-breaks and unescaped quotes inside a text, brackets that are missing. An edit is kept whole or not at all: a text that has no end is
-never guessed. (The library json_repair ends it where the next quote stands, so that prose becomes part of an edit, and takes 18 s for
-200,000 brackets; so it is not used.) Text of a model is never executed, and is read in time linear in its length.
+breaks and unescaped quotes inside a text, brackets that are missing, wrappers of any name, an op as a key or by another name, a text
+as a list of its lines. An edit is kept whole or not at all: a text that has no end is never guessed. (The library json_repair ends it
+where the next quote stands, so that prose becomes part of an edit, and takes 18 s for 200,000 brackets; so it is not used.) Text of a
+model is never executed, and is read in time linear in its length.
 """
 import json
 import re
@@ -17,6 +18,8 @@ from envs import after_thinking
 
 OPS = {"append": ("content",), "insert_after": ("target", "content"), "replace": ("target", "content"),
        "delete": ("target",)}  # and what each needs
+SAME = {"add": "append", "insert": "insert_after", "insertafter": "insert_after", "update": "replace", "remove": "delete"}
+WRAPPERS = ("edits", "patch", "edit")
 MOST = 200_000  # characters of an answer that are read
 DEPTH = 8  # brackets inside brackets
 CLOSERS = {'"': '"', "'": "'", "“": "”“\"", "”": "”", "‘": "’‘'", "’": "’"}
@@ -30,7 +33,7 @@ LAST = re.compile(r"\s*+\Z")
 WORDS = {"true": True, "false": False, "null": None, "none": None, "nan": None}
 # A quote ends a text where this follows. Other quotes are part of the text
 KNOWN = "(?:op|target|content|support)"
-ENDS = {"object": re.compile(rf"\s*+(?:[}}\]]|$|//|/\*|\#|,\s*+(?:[}}\]{{]|$|//|/\*|\#|{QUOTE}[\w -]{{1,60}}+{QUOTE}\s*+:|{KNOWN}\s*+:)"
+ENDS = {"object": re.compile(rf"\s*+(?:[}}\]]|$|//|/\*|\#|,\s*+(?:[}}\]{{]|$|//|/\*|\#|{QUOTE}[\w -]{{1,60}}+{QUOTE}\s*+:|{KNOWN}\s*+[:=])"
                              rf"|\{{|{QUOTE}{KNOWN}{QUOTE}\s*+:)"), "list": re.compile(r"\s*+(?:[\],]|$)")}
 ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", '"': '"', "'": "'", "\\": "\\", "/": "/", "\n": "\n"}
 
@@ -68,9 +71,6 @@ class Reader:
         try:
             while begin := re.compile(r"[\[{]").search(self.text, self.at):
                 self.at = begin.start()
-                if deep := re.compile(r"(?:[\[{]\s*+){9,}+").match(self.text, self.at):
-                    self.at = deep.end()
-                    continue
                 try:
                     value = self.value(0, "list")
                     found.append((begin.start(), self.at, value))
@@ -183,38 +183,36 @@ def unescaped(text):
         return text
 
 
-def edits_of(value):
+def edits_of(value, depth=0):
     """The list of edits that a value is or holds, in whatever is wrapped around them, or None."""
+    if depth > DEPTH:
+        return None
     if isinstance(value, str) and value.lstrip()[:1] in ("[", "{") and "op" in value:
-        inner = Reader(value[:MOST]).values()
-        return edits_of(inner[-1][2]) if inner and not isinstance(inner[-1][2], str) else None
+        return last_list(value)[0]
     if isinstance(value, list):
-        if not value:
-            return []
-        if not any(isinstance(item, (dict, list)) for item in value):
+        found = [(item, edits_of(item, depth + 1)) for item in value if item is not None]
+        if found and not any(isinstance(item, dict) or edits for item, edits in found):
             return None
-        parts = [edits_of(item) if isinstance(item, list) or isinstance(item, dict) and {"edits", "patch"} & item.keys() else [item]
-                 for item in value if item is not None]
-        return [edit for part in parts for edit in part or []] if any(part is not None for part in parts) else None
+        return [edit for item, edits in found for edit in ([item] if edits is None else edits)]
     if not isinstance(value, dict):
         return None
     if "op" in value:
         return [value]
-    for key in ("edits", "patch"):
-        if key in value:
-            return edits_of(value[key])
-    held = [edits_of(item) for item in reversed(value.values()) if isinstance(item, (dict, list))]
-    held = [edits for edits in held if edits and any(isinstance(edit, dict) and "op" in edit for edit in edits)]
-    if held and all(isinstance(item, dict) for item in value.values()):  # {"1": edit, "2": edit}
-        return [edit for edits in reversed(held) for edit in edits]
-    return held[0] if held else None
+    wrapped = [edits_of(value[key], depth + 1) for key in WRAPPERS if key in value]
+    if wrapped:
+        return next(filter(None, wrapped), wrapped[0])
+    if OPS.keys() & value.keys():  # {"append": content} or {"append": [content, ...]}
+        return [{"op": op, **(item if isinstance(item, dict) else {**value, OPS[op][0]: item})} for op in value if op in OPS
+                for item in (value[op] if isinstance(value[op], list) else [value[op]])]
+    held = [edits_of(item, depth + 1) for item in value.values() if isinstance(item, (dict, list))]
+    return [edit for edits in held if edits and any(isinstance(edit, dict) and "op" in edit for edit in edits) for edit in edits] or None
 
 
 def last_list(text):
     """(the edits that count or None, [dropped ones]). Objects that stand by themselves make one list, and of several lists the last
     one counts: before it come drafts and examples."""
-    if '{\\"' in text and '{"' not in text:  # JSON quoted as JSON
-        text = text.replace('\\"', '"')
+    if re.search(r'\{(?:\s|\\[nrt])*+\\"', text) and not re.search(rf"(?<!\\){QUOTE}\s*+:", text):  # JSON quoted as JSON
+        text = unescaped(text)
     reader, lists, before = Reader(text), [], 0
     for start, end, value in reader.values():
         line = text[text.rfind("\n", 0, start) + 1:start]
@@ -231,11 +229,13 @@ def last_list(text):
         before = end
     if any(not (found["alone"] and found["prose"]) for found in lists):  # an edit in the middle of a sentence is an example
         lists.sort(key=lambda found: not (found["alone"] and found["prose"]))
-    counts = max((n for n, found in enumerate(lists) if found["edits"]), default=-1)
+    counts = max(range(len(lists)), key=lambda n: (any(not checked(edit)[1] for edit in lists[n]["edits"]), bool(lists[n]["edits"]), n),
+                 default=-1)
     if lists and not lists[-1]["edits"] and not reader.dropped:
         counts = len(lists) - 1  # the last word was: no edits
     return lists[counts]["edits"] if lists else None, reader.dropped + [
-        dropped(edit, "a later list in the answer takes its place") for found in lists[:counts] for edit in found["edits"]]
+        dropped(edit, checked(edit)[1] or "a later list in the answer takes its place")
+        for n, found in enumerate(lists) if n != counts for edit in found["edits"]]
 
 
 def lists_on(line):
@@ -247,9 +247,29 @@ def dropped(edit, reason):
     return {"answer": json.dumps(edit, ensure_ascii=False)[:200], "reason": reason}
 
 
+def checked(item):
+    """(edit, "") or (None, why it is none): a known op, its texts there and of text; no more than that is kept, and "support" if it
+    begins with a number of episodes."""
+    op = item.get("op") if isinstance(item, dict) else None
+    op = re.sub(r"[\s-]+", "_", op.strip().lower()) if isinstance(op, str) else None
+    op = SAME.get(op, op)
+    needs = OPS.get(op, ())
+    if not needs:
+        return None, f"op is not one of {', '.join(OPS)}"
+    texts = {key: item.get(key) for key in needs}
+    texts = {key: "\n".join(text) if isinstance(text, list) and all(isinstance(line, str) for line in text) else text
+             for key, text in texts.items()}
+    if not all(isinstance(text, str) and text.strip() for text in texts.values()):
+        return None, f"{op} needs {' and '.join(needs)} as text"
+    texts = {key: text.replace("\r\n", "\n").strip("\n").rstrip() for key, text in texts.items()}
+    if any(unicodedata.category(c) in ("Cc", "Cs") and c not in "\n\t" for text in texts.values() for c in text):
+        return None, "it holds a control character"
+    support = re.match(r"\d{1,4}\b", str(item.get("support", item.get("support_count", ""))).strip())
+    return {"op": op, **texts, **({"support": int(support[0])} if support else {})}, ""
+
+
 def parse_edits(answer, most):
-    """A model's answer -> (at most `most` edits, [what was dropped, with its reason]). Tolerant of the form, strict about each edit:
-    a known op, its texts there and of text, no more than that is kept, and "support" if it is a number of episodes."""
+    """A model's answer -> (at most `most` edits, [what was dropped, with its reason]). Tolerant of the form, strict about each edit."""
     text = after_thinking(answer)
     if text is None:
         return [], [{"answer": answer[-200:], "reason": "the editor's thinking did not end"}]
@@ -258,28 +278,17 @@ def parse_edits(answer, most):
         return [], lost or [{"answer": answer[:200], "reason": "the editor's answer holds no JSON list of edits"}]
     edits = []
     for item in found:
-        op = item.get("op") if isinstance(item, dict) else None
-        op = re.sub(r"[\s-]+", "_", op.strip().lower()) if isinstance(op, str) else None
-        needs = OPS.get(op, ())
-        if not needs:
-            reason = f"op is not one of {', '.join(OPS)}"
-        elif not all(isinstance(item.get(key), str) and item[key].strip() for key in needs):
-            reason = f"{op} needs {' and '.join(needs)} as text"
-        elif any(unicodedata.category(c) in ("Cc", "Cs") and c not in "\n\t" for key in needs for c in item[key].replace("\r\n", "\n")):
-            reason = "it holds a control character"
-        elif len(edits) >= most:
-            reason = f"over the budget of {most} edits"
+        edit, reason = checked(item)
+        if edit and len(edits) < most:
+            edits.append(edit)
         else:
-            support = re.fullmatch(r"\d{1,4}", str(item.get("support", item.get("support_count", ""))).strip())
-            texts = {key: item[key].replace("\r\n", "\n").strip("\n").rstrip() for key in needs}
-            edits.append({"op": op, **texts, **({"support": int(support[0])} if support else {})})
-            continue
-        lost.append(dropped(item, reason))
+            lost.append(dropped(item, reason or f"over the budget of {most} edits"))
     return edits, lost
 
 
 def parse_numbers(answer, below):
-    """The distinct whole numbers under `below` in the last list of numbers of an answer."""
-    lists = re.findall(r"\[\s*+(\d[\d\s,]*)", (after_thinking(answer) or "")[:MOST])
+    """The distinct whole numbers under `below` in the last list of an answer that is called "order", else in its last list of numbers."""
+    text = (after_thinking(answer) or "")[:MOST]
+    lists = re.findall(r"order[\"'\s:=]*+\[([^\[\]]*)", text) or re.findall(r"\[\s*+(\d[\d\s,]*)", text)
     numbers = [int(number) for number in re.findall(r"\b\d{1,6}\b", lists[-1])] if lists else []
     return [number for number in dict.fromkeys(numbers) if number < below]

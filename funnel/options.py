@@ -26,7 +26,7 @@ class FunnelOptions(Learning):
     editor: str = option("", "model: a language model; count: counts commands of the built-in game, and the default there")
     editor_model: str = option("", "the model of --editor model (default: the policy's base model)")
     editor_tokens: int = option(2048, "tokens of an answer of the editor at most: an analysis, then edits")
-    editor_characters: int = option(12_000, "characters of an episode that the editor is shown; the middle of a longer one is left out")
+    editor_characters: int = option(15_000, "characters of an episode that the editor is shown; the middle of a longer one is left out")
     lite: bool = option(False, "SkillOpt-Lite: no edit budget, no merge, no ranking, rejected edits are not shown")
     edits_first: int = option(4, "edits in the first round at most")
     edits_last: int = option(2, "edits in the last round at most (in between the number falls along half a cosine)")

@@ -41,8 +41,10 @@ def final_report(run, k, policy, state):
     return {"evaluations": rows, "entries": len(entries(state)), "residual_entries": len(entries(residual))}
 
 
-def report_table(config, evaluations) -> str:
-    """The paper's Table 5 and one row more, the first policy with the last state; from what `final_report` found."""
+def report_table(config, evaluations, policy) -> str:
+    """The paper's Table 5 and one row more, the first policy with the last state; from what `final_report` found. Policy 0 is no
+    consolidated one."""
+    evaluations = [row for row in evaluations if policy or row["policy"] == "base"]
     names = [("initial" if row["policy"] == "base" else "consolidated") + (
         ", + residual state" if row.get("residual") else ", + full state" if row["state"] else "") for row in evaluations]
     return success_table(" ".join([config.env, *config.env_options]), zip(names, evaluations))

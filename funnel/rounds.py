@@ -72,7 +72,7 @@ def rounds(config):
         env.close()
     print(f"\n{round_table(read(folder / 'rounds.jsonl'))}\n"
           "tasks with a state against without: 01 newly better, 11 still better, 10 no longer, 00 not, ? unknown\n\n"
-          f"{report_table(config, report['evaluations'])}")
+          f"{report_table(config, report['evaluations'], policy)}")
     print(f"{folder}/ holds states/, policies/, adapter/, rounds.jsonl, evaluations.jsonl, rollouts.jsonl, curve.png")
     return folder
 
@@ -100,9 +100,8 @@ def evolve_state(run, k, policy, state):
     # Reflect on episodes of the pair, and on what was rejected in earlier rounds
     tasks = run.sample_tasks(f"reflection {k}", config.reflection_batch)
     batch = run.play(k, policy, "reflection", tasks, state)
-    written = [*run.results("start"), *run.results("state")]
     rejected = [{"edits": row["rejected_edits"], "before": row[f"{config.gate_metric}_before"], "after": row[f"{config.gate_metric}_after"]}
-                for row in written[1:] if row["rejected_edits"]]
+                for row in run.results("state") if row["rejected_edits"]]
     edits, dropped = propose_edits(run, policy, [t for t in batch if t.end != "env_error"], state,
                                    edit_budget(k, config.rounds, config.edits_first, config.edits_last), rejected)
     candidate, applied, refused = apply_edits(state, edits, config.state_limit)
@@ -160,7 +159,7 @@ def choose_and_teach(run, k, policy, previous, state):
         episodes = run.play(k, policy, "student", [tasks[i] for i in chosen], "", times)
     weighed = usable(run, zip(episodes, [a_N[i].item() for i in chosen for _ in range(times)]))
     run.load(policy)
-    items = teach(run, weighed, state)
+    items = teach(run, weighed, state, config.micro_batch_tokens)
     save_items(items, run.stored(k))
     log_items(run, k, weighed, items, "student" if config.on_policy else "updated")
     return found | {"trajectories": len(items), "tokens": sum(len(item.weights) for item in items)}
@@ -223,7 +222,7 @@ def train_policy(run, k, policy, taught, state):
                 weighed = usable(run, [(t, a_of[t.task]) for t in played])
                 weighed = rng.sample(weighed, min(len(weighed), config.distill_batch * config.minibatches))
                 with run.weights_of(policy):  # pi_k, which stays what it is
-                    items = teach(run, weighed, state, beside)
+                    items = teach(run, weighed, state, trainer.micro_batch_tokens, beside)
                 deck.clear()
                 counts = {"trajectories": counts.get("trajectories", 0) + len(items),
                           "tokens": counts.get("tokens", 0) + sum(len(item.weights) for item in items)}

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch
 
-from envs import make_env, parse_options, split_tasks
+from envs import BadInput, make_env, parse_options, split_tasks
 from funnel.options import FunnelOptions
 from funnel.state import StateEnv, read_state
 from rl.chat import Chat
@@ -29,7 +29,7 @@ from rl.model import other_adapter
 from rl.options import limits_of
 from rl.policy import load_frozen, load_policy
 from rl.rollout import Request, refuse_if_hopeless, rollout
-from rl.runs import same_options
+from rl.runs import about, same_options
 from rl.sampling import sampler
 
 FREE = {"rounds", "out", "resume", "overwrite", "lr", "micro_batch_tokens", "gradient_checkpointing", "num_envs", "step_timeout",
@@ -39,6 +39,10 @@ PHASES = ("start", "state", "teacher", "policy", "retire", "round", "report")  #
 
 def finished_phases(folder, config, algorithm) -> int:
     """Refuse another run's options; cut off what unfinished phases have logged. Returns the number of phases that are finished."""
+    was = about(folder)
+    if was.get("algorithm") == algorithm and "lite" not in was and was.get("mode") != "policy-only" and (
+            was.get("state_place") == "prompt" or was.get("editor") == "model"):
+        raise BadInput(f"the run in {folder} was started when the state had no heading or its editor other prompts: start another run")
     same_options(folder, config, algorithm, FREE)
     finished = {path.stem for path in (folder / "phases").glob("*.json")}
     for name in ("metrics.jsonl", "rollouts.jsonl", "tokens.jsonl"):

@@ -1,6 +1,6 @@
 """The teacher of the Experience Funnel: its next-token distributions at the sampled positions, computed before they are trained on.
 
-    items = teach(run, weighed, state)             # for episodes and their a_i: the two lines below, by the options of a run
+    items = teach(run, weighed, state, tokens)     # for episodes and their a_i: the two lines below, by the options of a run
         items = weigh(policy, weighed, ...)        # Eqs. 6 and 7, by the policy's two branches
         add_likely_tokens(policy, items, ...); consult(teacher, items, ...)
     save_items(items, path)                        # then the teacher can be freed
@@ -171,11 +171,11 @@ def usable(run, weighed):
     return weighed
 
 
-def teach(run, weighed, state, beside=None):
+def teach(run, weighed, state, micro_batch_tokens, beside=None):
     """Token weights (Eqs. 6 and 7), by the two branches of pi_k, whose weights the model has; and what the teacher thinks of the same
     tokens (Eq. 5). beside: another teacher that is in memory; without it, it comes, and the policy leaves. -> [Item, ...]"""
     config = run.config
-    how = {"temperature": config.temperature, "micro_batch_tokens": config.micro_batch_tokens}
+    how = {"temperature": config.temperature, "micro_batch_tokens": micro_batch_tokens}
     items = weigh(run.model, weighed, run.chat, state, place=config.state_place, history=config.history,
                   token_weights=config.token_weights, **how)
     if not items:

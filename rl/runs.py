@@ -96,8 +96,8 @@ def run_folder(config, algorithm, resuming=None):
 FREE = {"steps", "out", "resume", "overwrite", "lr", "save_every", "keep_every", "eval_every", "eval_episodes", "eval_temperature",
         "micro_batch_tokens", "gradient_checkpointing", "num_envs", "tensorboard", "step_timeout", "preset",
         "log_tokens"}  # options that a resumed run may change; with another num_envs it draws other samples
-BEFORE = {"enrich_history": "kept", "ratio": "row", "retire": False,
-          "gate_metric": "success"}  # what a run did that was started before there was such an option
+BEFORE = {"enrich_history": "kept", "ratio": "row", "retire": False, "gate_metric": "success",
+          "lite": False}  # what a run did that was started before there was such an option
 RENAMED = {("on_policy", False): "", ("on_policy", True): "round"}  # an option's value in the config.json of an old run -> its name now
 
 

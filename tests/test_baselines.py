@@ -16,7 +16,7 @@ from test_study import FAKE_PROGRAM
 import study
 from baselines import loop, opid, skill0, skillrl
 from baselines.skills import counted, json_values, parse_skills, text_of, transcript, written
-from envs import BadInput
+from envs import BadInput, Env
 from envs.keydoor import lock_metal
 from grpo import grpo_loss
 from rl.learner import UpdateOptions, pad, token_logps, update
@@ -32,8 +32,13 @@ def skill(when, action="act"):
 
 def episode(task, success, *turns, first="start"):
     """turns: (action, what the environment answered)."""
-    return SimpleNamespace(task=task, success=success, first_observation=first, turns=[
-        SimpleNamespace(action=action, observation=observation, hint=None) for action, observation in turns])
+    return Trajectory(task, 0, 0, False, first_observation=first, success=success, turns=[
+        Turn([], [], action, observation, 0.0, True, "end") for action, observation in turns])
+
+
+def asking(ask, **config):
+    """A run whose editor answers as `ask` says."""
+    return SimpleNamespace(ask=ask, envs=[Env()], config=SimpleNamespace(editor="model", **{"editor_characters": 10_000} | config))
 
 
 # OPID
@@ -91,6 +96,7 @@ def test_a_step_has_its_own_skill_or_that_of_the_episode():
 @pytest.mark.parametrize("answer, expected", [
     ('```json\n{"episode_skill": " go on ", "step_skills": {"0": "open", "9": "late", "x": "no", "1": ""}}\n```', ("go on", {0: "open"})),
     ('<think>{"episode_skill": "no"}</think>Well: {"a": 1} {"episode_skill": "yes"}', ("yes", {})),
+    ('As in {"episode_skill": "..."}:\n{"episode_skill": "yes",}', ("yes", {})), ('<think>{"episode_skill": "no"}', None),
     (json.dumps({"episode_skill": "s", "step_skills": {str(n): f"t{n}" for n in range(8)}}), ("s", {n: f"t{n}" for n in range(5)})),
     ('{"episode_skill": "", "step_skills": {"0": "open"}}', None), ("no JSON", None), ('{"episode_skill": "cut', None)])
 def test_an_analysis_as_models_write_it(answer, expected):
@@ -107,7 +113,7 @@ def test_an_episode_is_analysed_twice_at_most():
                 for _, user in prompts for t in "abc" if f"of {t} " in user]
 
     episodes = [episode(task, task == "a", ("go", "end")) for task in "abc"]
-    got = opid.model_analyses(ask, episodes, 100)
+    got = opid.model_analyses(asking(ask), episodes)
     assert [analysis and analysis["episode"] for analysis in got] == ["at once", None, "yes"]
     assert list(map(len, asked)) == [3, 2] and opid.WHAT[True] in asked[0][0][0] and opid.WHAT[False] in asked[0][1][0]
 
@@ -188,19 +194,10 @@ def test_counted_analyses_begin_with_what_was_done_otherwise():
     good = [episode("t", True, *((f"go {n}", place) for n, place in enumerate([*places[1:], "end"])), first=places[0]) for _ in "ab"]
     bad = [episode("t", False, *((f"go {m}", places[m + 1]) for m in range(n)), ("stop", "alarm"), first=places[0])
            for n in range(7) for _ in "ab"]
-    for t in good + bad:
-        for turn in t.turns:
-            turn.valid, turn.hint = True, None
-    good, bad = ([as_trajectory(t) for t in some] for some in (good, bad))
     found = opid.count_analyses(good + bad)
     assert found[0]["steps"] == {n: f"Hint: go {n}." for n in range(5)}  # five of seven
     assert list(found[-1]["steps"]) == [6, 0, 1, 2, 3]
     assert opid.count_analyses(good[:1]) == [None]
-
-
-def as_trajectory(t):
-    turns = [Turn([], [], turn.action, turn.observation, 0.0, True, "end") for turn in t.turns]
-    return Trajectory(t.task, 0, 0, False, first_observation=t.first_observation, turns=turns, success=t.success)
 
 
 # SkillRL
@@ -244,13 +241,13 @@ def test_the_bank_only_grows():
 
 def test_the_editor_sees_the_last_five_steps_of_the_first_five_failures():
     seen = []
-    run = SimpleNamespace(config=SimpleNamespace(editor="model", editor_characters=10_000), ask=lambda prompts: seen.extend(prompts) or [
-        json.dumps([skill(c) for c in "abcdef"])])
+    run = asking(lambda prompts: seen.extend(prompts) or [json.dumps([skill(c) for c in "abcdef"])])
     episodes = [episode(f"heat/{n}", False, *((f"act{n}-{k}", f"seen{n}-{k}") for k in range(8))) for n in range(12)]
     new = skillrl.new_skills(run, bank(1), episodes, ["heat"])
     assert [one["when"] for one in new] == ["a", "b", "c"] and len(seen) == 1
     shown = [(n, k) for n in range(12) for k in range(8) if f"act{n}-{k}\n" in seen[0][1]]
-    assert shown == [(n, k) for n in range(5) for k in range(3, 8)] and "- act\n" in seen[0][1] and "start" not in seen[0][1]
+    assert shown == [(n, k) for n in range(5) for k in range(3, 8)] and "- act\n" in seen[0][1]
+    assert seen[0][1].count("start") == 5  # what the task was
 
 
 # SKILL0
@@ -308,7 +305,7 @@ def test_counted_skills_are_new_and_in_order():
     def episodes(*known):
         played = [episode("ash/1", True, ("take iron key", "Taken."), ("go", "end"), first="Red.")] * 2 + [
             episode("ash/1", False, ("take tin key", "alarm"), first="Red.")] * 2
-        return [as_trajectory(t) for t in played]
+        return played
 
     assert counted(episodes(), 9) == [skill("Red", "take iron key")]
     assert counted(episodes(), 9, [skill("Red", "take iron key")]) == [] == counted(episodes(), 0)
@@ -319,16 +316,24 @@ def test_counted_skills_are_new_and_in_order():
 
 @pytest.mark.parametrize("answer", [
     json.dumps([skill("a"), skill("b")]), f"Sure:\n```json\n{json.dumps([skill('a'), skill('b')])}\n```\nDone.",
-    f"[] is wrong, {json.dumps([skill('x')])} is a draft, so: {json.dumps([skill('a'), {'title': 'half'}, skill('b')])}"])
+    f"[] is wrong, {json.dumps([skill('x')])} is a draft, so: {json.dumps([skill('a'), {'title': 'half'}, skill('b')])}",
+    f"<think>{json.dumps([skill('x')])}</think>{json.dumps({'analysis': 'two', 'skills': [skill('a'), skill('b')]})}",
+    json.dumps([skill("a"), skill("b")]).replace('"}', '",}'), json.dumps([skill("a"), skill("b"), skill("c")])[:-20]])
 def test_skills_as_models_write_them(answer):
     assert parse_skills(answer) == [skill("a"), skill("b")]
 
 
 def test_an_answer_without_skills_and_no_episode_to_ask_about():
     assert parse_skills("I cannot help.") == [] == parse_skills('[{"title": "half"}]') == parse_skills("[" * 5000)
+    assert parse_skills(f"<think>{json.dumps([skill('x')])}") == []  # a thought that did not end
     assert written(None, "general", [], 3) == []
-    text = transcript(episode("heat/1", False, ("a" * 100, "b" * 100)), 40)
-    assert text.startswith("Episode of heat (failure):\n") and "(...)" in text and len(text) < 80
+
+
+def test_an_episode_is_shown_as_the_editor_of_the_loop_reads_it():
+    t = replace(episode("heat/1", False, ("a" * 100, "b" * 100)), info={"reference": {"right answer": "42"}})
+    text = transcript(asking(None), t)
+    assert text.startswith("Episode of heat (failure, 1 turns)\nstart\n> aaa") and "right answer: 42" in text
+    assert "characters are left out" in transcript(asking(None, editor_characters=40), t)
 
 
 # Runs

@@ -9,7 +9,7 @@ from conftest import edit, tiny_qwen3
 from envs import BadInput, Env
 from envs.keydoor import METALS, KeyDoor, lock_metal
 from funnel.counting import count_edits
-from funnel.editors import (check_editor, context, cut, distinct, merge, model_edits, one_a_line, packed, propose_edits,
+from funnel.editors import (check_editor, context, cut, distinct, merge, merge_system, model_edits, one_a_line, packed, propose_edits,
                             reflection_system, shown)
 from funnel.options import FunnelOptions, with_defaults
 from funnel.state import StateEnv
@@ -219,6 +219,14 @@ def test_support_is_kept_through_joining_and_merging():
     lists, dropped = merge(ask, "failure", "", [[{**a, "support": 2}], [], [{**a, "support": 3}, b]], 4, lambda *_: True)
     assert lists == [[{**a, "support": 5}, {**b, "support": 1}]] and dropped == []
     assert '"support": 2' in asked[0][0][1] and asked[0][0][1].count("### List") == 2  # empty lists are no lists
+
+
+def test_the_last_merge_asks_for_no_more_than_one_thing_of_each_edit():
+    """Both of its lists are merged ones: no edit in them is one reviewer's, and list 1 gives way to what has far more support."""
+    last, first = merge_system("both", 4), merge_system("failure", 4)
+    assert "Edits of list 1 come first" in last and "unless far more episodes" in last and "one reviewer alone" not in last
+    assert "one reviewer alone" in first and "list 1" not in first
+    assert all("No two edits may touch the same line" in system and "at most 4 edits" in system for system in (last, first))
 
 
 def test_no_two_edits_touch_one_line():

@@ -1,5 +1,6 @@
 """funnel/edits.py: what of a model's answer becomes an edit."""
 import json
+import re
 import time
 
 import pytest
@@ -57,6 +58,14 @@ FORMS = {
     "cut in the next, with the end of a fence": f'```json\n{LIST[:-1]}, {{"op": "append", "content": "And then\n```\nThat "is" all.',
     "one bad edit between": f'[{ONE}, {{"op": "append", "content": oh no}}, {TWO}, {THREE}]',
     "one that is none": f"[{ONE}, 7, {TWO}, {THREE}]",
+    "two unknown wrappers": f'{{"of_failures": [{ONE}], "of_successes": [{TWO}, {THREE}]}}', "empty edits, then a patch":
+    f'{{"edits": [], "patch": {{"edits": {LIST}}}}}', "each in an object": json.dumps([{"edit": change} for change in WANT]),
+    "ops as keys": json.dumps([{change["op"]: {key: change[key] for key in change if key != "op"}} for change in WANT]),
+    "ops as keys of lists": json.dumps({"edits": {"append": ["Look first."], "replace": [WANT[1]], "delete": ["1. Gone."]}}),
+    "other names of ops": LIST.replace("append", "add").replace("replace", "Update").replace("delete", "remove"),
+    "quoted whole, over many lines": json.dumps(PRETTY), "lines of JSON in quotes": json.dumps({"edits": "\n".join(EACH)}),
+    "a list of other things after": f'```json\n{LIST}\n```\nThe kinds:\n```json\n[{{"kind": "stops", "count": 3}}]\n```',
+    "equals signs": "\n".join(re.sub(r'"(\w+)": ', r"\1 = ", one) for one in EACH),
     "more in an edit": LIST.replace('"op"', '"why": "it, \\"helps\\": yes", "op"'), "NaN in it": LIST.replace('"op"', '"score": NaN, "op"'),
 }
 
@@ -77,7 +86,8 @@ def test_the_table_is_large_enough():
     ('"When it says "done": stop."', 'When it says "done": stop.'), ("'Don't look.'", "Don't look."),
     ('"A \\"b\\" \\u00e9 \\(c\\)."', 'A "b" é \\(c\\).'),
     ('"\\ud83d\\ude00 good"', "😀 good"), ('"""Two\nlines."""', "Two\nlines."), ('"Say “yes”, \'no\'."', "Say “yes”, 'no'."),
-    ('"a: {\\"op\\": \\"x\\"}, b"', 'a: {"op": "x"}, b'), ('"| a | b |\n|---|---|\n| 1 | 2 |"', "| a | b |\n|---|---|\n| 1 | 2 |"),
+    ('["Two", "lines."]', "Two\nlines."), ('"a: {\\"op\\": \\"x\\"}, b"', 'a: {"op": "x"}, b'),
+    ('"| a | b |\n|---|---|\n| 1 | 2 |"', "| a | b |\n|---|---|\n| 1 | 2 |"),
     ('"Run:\n```\nls\n```"', "Run:\n```\nls\n```")])
 def test_a_text_is_read_as_it_was_meant(text, want):
     answer = f'[{{"op": "append", "content": {text}}}, {TWO}, {THREE},]'
@@ -101,7 +111,7 @@ def test_a_cut_answer_gives_whole_edits_alone(more):
     ('[{"op": "append", "content": "half a sen', "cut off"), ('{"op": "append", "content": "half a sen', "cut off"),
     ('```json\n[{"op": "append", "content": "half a sen\n```\nThat is "all"]', "cut off"),
     (f"Draft:\n{DRAFT}\nFinal:\n[]", "a later list"), ('[{"op": "append", "content": NaN}]', "as text"),
-    ('[{"op": "append", "content": 12}]', "as text"), ('[{"op": "append", "content": ["a"]}]', "as text"),
+    ('[{"op": "append", "content": 12}]', "as text"), ('[{"op": "append", "content": ["a", 1]}]', "as text"),
     ("[[[[[[[[[[[[1]]]]]]]]]]]]", "no JSON list"), ("[{}]", "op is not one of"), ('[{"op": NaN}]', "op is not one of")])
 def test_what_gives_no_edit_says_why(answer, reason):
     edits, dropped = parse_edits(answer, 8)
@@ -138,6 +148,22 @@ def test_a_draft_is_logged_and_a_final_list_that_was_cut_leaves_it():
     assert parse_edits(f'Draft:\n{LIST}\nFinal:\n[{{"op": "append", "con', 8)[0] == WANT
 
 
+def test_what_stands_beside_the_edits_of_an_answer_is_logged():
+    """An edit under an unknown key, in an unknown place, or in a later list that holds no whole one."""
+    for other in ({"edit": "append", "content": "x"}, {"append": 5}, [1]):
+        edits, dropped = parse_edits(json.dumps([WANT[0], other]), 8)
+        assert edits == WANT[:1] and len(dropped) == 1
+    edits, dropped = parse_edits(f'{LIST}\n\nFinal:\n[{{"op": "rewrite", "content": "x"}}]', 8)
+    assert edits == WANT and "op is not one of" in dropped[0]["reason"]
+
+
+@pytest.mark.parametrize("begin, end", [('{"a":', "}"), ("[[1],", "]"), ('{"edits":', "}"), ("[", "]"), ('{"a":[', "]}")])
+@pytest.mark.parametrize("times", [100, 700, 5000])
+def test_brackets_in_brackets_are_no_edits(begin, end, times):
+    edits, dropped = parse_edits(begin * times + "1" + end * times, 8)
+    assert edits == [] and dropped[0]["reason"]
+
+
 @pytest.mark.parametrize("piece", ["[", "{", "[{", "]", '"', "'", '{"a":', "[1,", '["', "[/*", "[//",
                                    '[{"op": "', "{op:", "\\", '{"a":"', "[{'op':'", "<think>", "</think>", '{"edits":[',
                                    '{"op": "append", "content": "', '[{"op": "append", "content": "a"},'])
@@ -149,13 +175,15 @@ def test_two_hundred_thousand_characters_of_anything_are_read_at_once(piece):
 
 
 def test_support_is_kept_where_it_is_a_number():
-    for given, want in ((3, {"support": 3}), ("4", {"support": 4}), (float("nan"), {}), ("many", {}), (-1, {}), (None, {})):
+    for given, want in ((3, {"support": 3}), ("4", {"support": 4}), (float("nan"), {}), ("many", {}), (-1, {}), (None, {}),
+                        (3.0, {"support": 3}), ("3 episodes", {"support": 3}), ("12345", {})):
         edits, _ = parse_edits(json.dumps([{**WANT[0], "support": given}]), 8)
         assert edits == [{**WANT[0], **want}]
 
 
 @pytest.mark.parametrize("answer, want", [("[3, 1, 99, 1]", [3, 1]), ("[1, 2", [1, 2]),
                                           ("First [0].\n```json\n{\"order\": [2, 0]}\n```", [2, 0]),
+                                          ('{"order": ["2", "0"], "analysis": "see [1]"}', [2, 0]), ('{"order": [edit 2, edit 0', [2, 0]),
                                           ("none", []), ("[]", []), ("<think>[1]", []), ("[" + "9" * 10_000 + "]", [])])
 def test_numbers_of_a_ranking(answer, want):
     assert parse_numbers(answer, 4) == want

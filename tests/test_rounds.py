@@ -460,6 +460,14 @@ def test_another_teacher_stands_beside_the_student_with_on_policy_steps(helpful,
     assert len(loaded) == 1 and len(asked) == 2 and all(model is loaded[0][0] for model in asked)
 
 
+def test_on_policy_steps_ask_in_the_micro_batches_that_training_came_down_to(helpful, tmp_path, monkeypatch):
+    asked, plain, consult = [], rounds.distillation_gradient, teacher.consult
+    monkeypatch.setattr(rounds, "distillation_gradient", lambda *a, **how: (plain(*a, **how)[0], 300))  # memory ran out
+    monkeypatch.setattr(teacher, "consult", lambda *a, **how: asked.append(how["micro_batch_tokens"]) or consult(*a, **how))
+    rounds.main([*SMALL, "--out", str(tmp_path / "run"), "--rounds", "1", "--on-policy", "step"])
+    assert asked == [8192, 300]
+
+
 def test_base_is_the_model_without_its_adapter(helpful, tmp_path, monkeypatch):
     """In round 1 that is the policy itself, later it is not."""
     found, consult = [], teacher.consult
@@ -532,11 +540,13 @@ def test_every_arm_takes_the_same_number_of_optimizer_steps(helpful, tmp_path, a
         assert line["state_accepted"] is None and (folder / "states" / "001.md").read_text() == ""
 
 
-def test_state_only_never_trains(helpful, tmp_path):
+def test_state_only_never_trains(helpful, tmp_path, capsys):
     rounds.main([*SMALL, "--out", str(tmp_path / "run"), "--mode", "state-only"])
     assert [(row["state_accepted"], row["policy_accepted"], row["optimizer_steps"], row["policy"]) for row in
             read(tmp_path / "run" / "rounds.jsonl")] == [(True, None, 0, 0)] * 2
     assert not any("optimizer_step" in row for row in read(tmp_path / "run" / "metrics.jsonl"))
+    out = capsys.readouterr().out
+    assert "initial, + full state" in out and "consolidated" not in out  # nothing was
 
 
 @pytest.mark.parametrize("gate, after, accepted", [("keep", 0.1, True), ("keep", 0.09, False), ("rise", 0.1, False),
@@ -731,6 +741,27 @@ def test_a_run_from_before_these_options_resumes_or_is_refused_in_one_line(helpf
             rounds.main([*argv, "--resume", *other, "--no-retire"])
         rounds.main([*argv, "--resume", *words, "--no-retire"])
         assert json.loads(file.read_text())["on_policy"] == ("round" if was else "")
+
+
+@pytest.mark.parametrize("options, said", [
+    ([], "started when the state had no heading"), (["--state-place", "observation"], "has --lite False, not True"),
+    (["--state-place", "observation", "--editor", "model", "--state-limit", "900", "--editor-characters", "900"],
+     "started when the state had no heading or its editor other prompts: start another run"), (["--mode", "policy-only"], "")])
+def test_a_run_from_before_the_prompts_of_now_never_goes_on_with_other_ones(helpful, tmp_path, options, said):
+    folder = tmp_path / "run"
+    argv = [*SMALL, "--out", str(folder), "--mode", "state-only", "--rounds", "1", *options]
+    rounds.main(argv)
+    file = folder / "config.json"
+    old = {name: value for name, value in json.loads(file.read_text()).items() if name not in ("retire", "gate_metric", "lite")}
+    file.write_text(json.dumps(old | {"on_policy": False}))
+    words = ["--resume", "--no-retire"]
+    if said:
+        with pytest.raises(BadInput, match=said) as caught:
+            rounds.main([*argv, *words, *["--lite"] * ("lite" in said)])
+        assert "\n" not in str(caught.value)
+    if "other prompts" not in said and options:  # else it goes on, and once more, as a run of now
+        for _ in range(2):
+            rounds.main([*argv, *words])
 
 
 def test_another_runs_options_are_refused_on_resume(helpful, tmp_path):

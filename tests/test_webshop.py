@@ -481,6 +481,16 @@ def test_reflection_has_every_action_what_it_changed_and_the_reference(shop):
     assert not any(button in text for text in lines[1:-1] for button in ("Back to Search", "Buy Now", "Instruction:", "Next >"))
 
 
+@needs_search
+def test_reflection_says_which_page_it_is_where_a_page_holds_nothing_but_buttons(shop):
+    env, page, _ = start(shop, "color: light blue, and size: 4 ft")
+    t = Trajectory("a", 0, 0, False, first_observation=page)
+    for action in ("search[rug]", "click[back to search]", "search[rug]", "click[back to search]"):
+        page, reward, _, _, info = env.step(action)
+        t.turns.append(Turn([], [], action, page, reward, info["valid"], "end"))
+    assert env.reflection(t).splitlines()[4:9:2] == ["(the search page)", "(the page of turn 1)", "(the page of turn 2)"]
+
+
 @needs_real
 @needs_search
 def test_fifteen_turns_are_whole_in_15000_characters(data):
