@@ -31,7 +31,7 @@ class EvaluateOptions(Playing, Hints):
     pairs: bool = option(False, "of a run of distill.py: each committed policy without a state and with the state of each round")
 
 
-KEPT_APART = {"adapter", "preset", "num_envs", "step_timeout", "hinted", "state", "pairs"}  # change no row of pairs.jsonl, but for other draws
+KEPT_APART = {"adapter", "preset", "num_envs", "step_timeout", "hinted", "state", "pairs"}  # change no row of pairs.jsonl, but by chance
 
 
 def main(argv=None):
