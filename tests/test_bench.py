@@ -150,6 +150,7 @@ def test_the_measuring_process_gets_allocator_and_threads(monkeypatch):
     assert [env["OMP_NUM_THREADS"] for env in seen] == ["3", "3"]
 
 
+@pytest.mark.slow
 def test_a_measuring_process_of_its_own(folder):
     done = bench.measured(bench.parse(["learner", "--model", folder, *SMALL]), "learner")
     assert done["seconds"] > 0 and done["peak_bytes"] > 0
@@ -239,6 +240,7 @@ def test_episodes_are_filled_up_to_the_context():
     assert figures["micro_batch_tokens"] == 600
 
 
+@pytest.mark.slow
 def test_a_killed_run_is_resumed_to_the_same_step(tmp_path):
     file = tmp_path / "resume.json"
     bench.main(["resume", "--model", "tiny", "--json", str(file)])
@@ -264,6 +266,7 @@ def test_a_resumed_run_that_differs_is_told(after, monkeypatch):
         bench.main(["resume", "--model", "tiny"])
 
 
+@pytest.mark.slow
 def test_the_script_for_a_gpu_runs_dry(tmp_path):
     def run(*argv):
         return subprocess.run(["bash", str(ROOT / "bench_gpu.sh"), *argv], cwd=tmp_path, capture_output=True, text=True, check=False)

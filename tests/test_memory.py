@@ -68,6 +68,7 @@ def measured(**what):
     return int(done.stdout.split()[-1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name, dtype, phase, rows, length, sampled, checkpointing", [
     ("qwen3", torch.float32, "learn", 4, 512, 0.25, False),
     ("llama", torch.bfloat16, "learn", 2, 512, 0.25, False),
@@ -117,6 +118,7 @@ def test_a_recurrent_model_can_be_planned():
     assert kv < cache < 10 * kv and rest > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("kinds", [["full_attention"] * 8, [*["linear_attention"] * 3, "full_attention"] * 7])
 def test_a_few_layers_tell_what_all_take(kinds, checkpointing, monkeypatch):

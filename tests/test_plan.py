@@ -22,6 +22,7 @@ def test_a_context_above_the_usual_tokens_of_a_micro_batch():
     assert presets.largest(lambda n: n, 10 ** 6, 65_536, 131_072) == 131_072
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bits", [None, 4, 16, 32])
 def test_a_plan_fits_and_is_the_largest(tiny_config, bits):
     found = fit("tiny", 1.5, bits=bits, max_context=1024)
@@ -54,6 +55,7 @@ def test_a_card_too_small_says_what_fits(tiny_config, gpu, context, message):
 
 # The program, with a teacher
 
+@pytest.mark.slow
 def test_a_teacher_is_planned_alone(tiny_config):
     found = fit("tiny", 2, max_context=512, further=plan.with_teacher("tiny", 4, 64))
     assert set(found.phases) == {"rollout", "learn", "teacher, alone", "distil"}
@@ -61,6 +63,7 @@ def test_a_teacher_is_planned_alone(tiny_config):
     assert "does not fit" not in plan.memory_table(found) and "--micro-batch-tokens" in plan.memory_table(found)
 
 
+@pytest.mark.slow
 def test_a_large_teacher_lowers_the_tokens(tiny_config, monkeypatch):
     """It has the card for itself, and the same micro-batches: what it needs is not left to a line that says "does not fit"."""
     large = LlamaConfig(**{**TINY.to_dict(), "hidden_size": 2048, "intermediate_size": 5376})

@@ -122,6 +122,7 @@ def test_a_run_takes_the_released_scripts_terms(tmp_path):
             assert 0 <= row["reward"] <= 1 and row["entropy"] > 0 and row["entropy_learner"] > 0 and row["kl_reference"] >= 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("algorithm", [grpo, dapo, gspo], ids=lambda module: module.__name__)
 def test_each_algorithm_learns_a_game_of_one_stage(algorithm, tmp_path):
     """From random play (a third) to the hidden rule: what breaks the gradient's sign, the masks or the ratio fails here."""

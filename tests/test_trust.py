@@ -1,7 +1,7 @@
 """What a run survives: kills, Ctrl-C, broken checkpoints, broken environments, gradients that are not finite, full disks,
 clocks that jump, hostile text. docs/trust.md is the table.
 
-KILLS=5 python -m pytest tests/test_trust.py -k killed     # five cases a program instead of one
+KILLS=5 python -m pytest -m slow tests/test_trust.py -k killed     # five cases a program instead of one
 """
 import json
 import os
@@ -83,6 +83,7 @@ def unbroken(tmp_path_factory):
 
 # Kills
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kill", range(KILLS))
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_a_killed_run_that_is_resumed_equals_an_unbroken_one(program, kill, unbroken, tmp_path):
@@ -106,6 +107,7 @@ def test_a_killed_run_that_is_resumed_equals_an_unbroken_one(program, kill, unbr
     assert outcome(folder) == want
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_the_step_saves_and_says_how_to_go_on(unbroken, tmp_path):
     folder = tmp_path / "run"
     process = start("grpo", folder, "--save-every", "100")
@@ -284,6 +286,7 @@ def test_a_step_whose_gradient_is_not_finite_is_left_out_and_five_in_a_row_stop(
     assert [row["step"] for row in read(tmp_path / "all" / "metrics.jsonl")] == [1, 2, 3, 4, 5, 6]
 
 
+@pytest.mark.slow
 def test_a_full_disk_is_one_line_and_the_checkpoint_before_stays(tmp_path):
     """RLIMIT_FSIZE stands in for the disk: a write beyond it fails."""
     folder = tmp_path / "run"
@@ -309,6 +312,7 @@ def test_a_broken_line_of_a_log_is_left_out_at_the_end_and_named_elsewhere(tmp_p
         read(path)
 
 
+@pytest.mark.slow
 def test_a_clock_that_jumps_changes_nothing(tmp_path, monkeypatch):
     grpo.main([*TRAIN, "--out", str(tmp_path / "one")])
     hours = iter([n * (-1) ** n * 3600.0 for n in range(10**6)])
@@ -335,6 +339,7 @@ def hostile(rng):
     return "".join(rng.choice(PIECES) for _ in range(rng.randint(0, 12)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tokenizer", ["words", "toy", "smollm2_tokenizer"], indirect=True)
 def test_hostile_text_forges_no_turn_and_breaks_nothing(tokenizer):
     """10,000 strings as observation, action and edit."""

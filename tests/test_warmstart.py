@@ -149,6 +149,7 @@ def test_supervise_weighs_every_token_alike_however_packed(base, rows):  # docs/
 
 # As a program does it
 
+@pytest.mark.slow
 def test_warm_start_on_gold_paths_teaches_the_way(tmp_path):
     grpo.main([*SMALL, "--out", str(tmp_path / "run"), "--steps", "1", "--warm-start", "gold", "--warm-start-steps", "60",
                "--warm-start-lr", "2e-3"])
