@@ -39,7 +39,7 @@ class Options(Learning):
     editor: str = option("count", "who writes skills: count (counts commands of the built-in game) or model (a language model)")
     editor_model: str = option("", "the model of --editor model, which stays beside the policy (default: the policy's base model)")
     editor_tokens: int = option(512, "tokens of an answer of the editor at most")
-    editor_characters: int = option(12_000, "characters of an episode that the editor is shown, as in distill.py")
+    editor_characters: int = option(15_000, "characters of an episode that the editor is shown, as in distill.py")
     eval_every: int = option(5, "evaluate on validation tasks every so many steps (0: never)")
     save_every: int = option(10, "checkpoint every so many steps; the last step always")
 
