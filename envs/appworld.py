@@ -49,7 +49,6 @@ apis.spotify.login(username=..., password=...)["access_token"]          most API
 apis.supervisor.complete_task(answer=...)                               ends the task; without `answer` where nothing is asked for
 Lists come in pages (page_index). Friends and family are in the phone app, files in file_system, the date from datetime."""
 NO_CODE = "There was no block of Python: write one, begun by ```python and ended by ```."
-FENCE = re.compile(r"```[ \t]*(\w*)[ \t]*\r?\n")
 SPLITS = ("train", "valid", "test")
 
 
@@ -59,13 +58,12 @@ def read_code(text: str) -> str | None:
     text, begin = after_thinking(text) or "", 0
     while (begin := text.find("```", begin)) >= 0:
         end = text.find("```", begin + 3)
-        opening = FENCE.match(text, begin)
         if end < 0:
             return None
-        if opening and opening[1].lower() in ("python", "py", "python3", ""):
-            code = textwrap.dedent(text[opening.end():end]).strip()
-            if code:
-                return code
+        name, _, code = text[begin + 3:end].partition("\n")
+        code = textwrap.dedent(code).strip()
+        if code and name.strip().lower() in ("python", "py", "python3", ""):
+            return code
         begin = end + 3
     return None
 
@@ -175,7 +173,7 @@ class AppWorld(Env):
         code = read_code(action)
         if code is None:
             return invalid(NO_CODE, action), 0.0, False, False, self._info(valid=False)
-        done = self._world.ask("execute", seconds=2 * self.seconds + 10, code=code.encode("utf-8", "replace").decode())
+        done = self._world.ask("execute", seconds=2 * self.seconds + 5, code=code.encode("utf-8", "replace").decode())
         self._made |= {name for name, ok in done["calls"] if ok}
         self._changes = done["changes"]
         if not self._done and self._followed < len(self._blocks()) and code == self._blocks()[self._followed]:

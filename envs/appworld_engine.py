@@ -18,7 +18,7 @@ from pathlib import Path
 from envs import BadInput
 from envs.appworld_setup import VERSION, checked_python
 
-START = 180     # seconds for the import of the engine and the first load, on a busy machine
+START = 110     # seconds for the import of the engine and the first load, on a busy machine (--step-timeout is 120)
 MOST = 8 << 20  # characters of an answer
 WITHOUT = "run in a container without network and give --env-options jail=false (docs/trust.md)"
 _folder, _number, _alive = None, itertools.count(1), set()

@@ -185,7 +185,7 @@ def main():
     if how["jail"]:
         try:
             enter_jail(**how["jail"])
-        except OSError as error:
+        except (OSError, AttributeError) as error:     # AttributeError: not Linux
             return answer(0, error=str(error), jail=False)
     limit(how["memory_mb"])
     with contextlib.redirect_stdout(sys.stderr):
