@@ -13,8 +13,9 @@ Model code runs only in a process of its own, jailed (envs/appworld_worker.py, d
 Task ids are `<scenario>/<number>`, AppWorld's own `82e2fac_1` as 82e2fac/1. Train is its train split; its dev split makes valid and
 test, every second scenario each. Its two test splits need a judge that is not public, so they are not used.
 
-`score` is 100 times the share of passed tests among those that doing nothing fails (the others are passed from the start, on average
-a quarter). Success is AppWorld's: every test passes. An episode that the turn limit ends is not evaluated: no success, score 0.
+Success is AppWorld's: every test passes. `score`, ours, is 100 times the share of passed tests among those that doing nothing fails (a
+quarter is passed from the start), without the test of the answer where none is wanted, which calling complete_task at once passes.
+An episode that the turn limit ends is not evaluated: no success, score 0.
 
 Gold and hints, all ours, are read from the known solution, a function whose body is a flat list of statements:
  1. Gold play writes its statements, one block a turn, each with an API call (5 to 11 of them). Where the author's own version lets a

@@ -51,6 +51,11 @@ def sha(*texts):
     return hashlib.sha256(json.dumps(texts, default=str).encode()).hexdigest()
 
 
+def holds(condition):
+    """An assertion that shows no text of a task where it fails."""
+    assert condition is True
+
+
 def block(code):
     return f"```python\n{code}\n```"
 
@@ -251,8 +256,7 @@ def gold(env, task):
     while (action := env.gold_action()) is not None:
         observation, reward, terminated, truncated, info = env.step(action)
         assert info["valid"] and not truncated
-        failed = observation.startswith("Execution failed")
-        assert not failed, f"{task}: a gold block failed"
+        holds(not observation.startswith("Execution failed"))
         seen.append((sha(observation), reward, terminated))
         if terminated:
             break
@@ -308,8 +312,7 @@ def test_same_task_same_episode_whatever_the_seed_and_whatever_hints(env, data):
         if (action := hinted.gold_action()) is None:
             break
         observation, reward, terminated, _, info = hinted.step(action)
-    same = seen == first
-    assert same and all(hints[:-1]) and hints[-1] is None
+    holds(seen == first and all(hints[:-1]) and hints[-1] is None)
 
 
 @needs_engine
@@ -318,20 +321,18 @@ def test_hints_say_what_comes_next_and_what_was_changed(env, data):
                 solution(Path(data) / "data" / "tasks" / task.replace("/", "_") / "ground_truth")[1]))
     env.reset(task=task, seed=0)
     guidance, enrichment = env.action_guidance(), env.observation_enrichment()
-    right = guidance.startswith("Hint: apis.supervisor.") and guidance.count(", then ") == 2
-    assert right
-    right = enrichment.startswith("Changed so far: nothing. Logged in to: no app. Log-in still missing: ") and "simple_note" in enrichment
-    assert right
+    holds(guidance.startswith("Hint: apis.supervisor.") and guidance.count(", then ") == 2)
+    holds(enrichment.startswith("Changed so far: nothing. Logged in to: no app. Log-in still missing: ") and "simple_note" in enrichment)
     env.step(block("apis.simple_note.login(username='x', password='y')"))       # fails
-    assert (env.observation_enrichment() == enrichment) is True
+    holds(env.observation_enrichment() == enrichment)
     env.step(block("""
 me = apis.supervisor.show_profile()
 passwords = {a["account_name"]: a["password"] for a in apis.supervisor.show_account_passwords()}
 token = apis.simple_note.login(username=me["email"], password=passwords["simple_note"])["access_token"]"""))
-    assert ("Logged in to: simple_note" in env.observation_enrichment()) is True
-    assert ("show_profile" in env.action_guidance()) is False                   # it was made, out of turn
+    holds("Logged in to: simple_note" in env.observation_enrichment())
+    holds("show_profile" not in env.action_guidance())                          # it was made, out of turn
     env.step(block("apis.simple_note.create_note(title='a', content='b', access_token=token)"))
-    assert ("Changed so far: simple_note.notes (1 added)" in env.observation_enrichment()) is True
+    holds("Changed so far: simple_note.notes (1 added)" in env.observation_enrichment())
 
 
 @needs_engine
@@ -384,7 +385,7 @@ def test_two_at_once_do_not_touch_each_other(env, data):
 FREE = """
 import appworld
 sys = appworld.environment.sys
-os, socket, ctypes = sys.modules['posix'], sys.modules['socket'], sys.modules.get('ctypes')
+px, net = sys.modules['posix'], sys.modules['socket']       # under names that its list of words does not have
 def tried(what, *args):
     try:
         return 'done ' + str(what(*args))
@@ -406,9 +407,9 @@ def test_no_network(env, data):
     env.reset(task=AppWorld.tasks("train", data)[0], seed=0)
     try:
         for address in ("127.0.0.1", "1.1.1.1"):
-            said = inside(env, f"print(tried(socket.create_connection, ('{address}', {port}), 2))")
+            said = inside(env, f"print(tried(net.create_connection, ('{address}', {port}), 2))")
             assert ("unreachable" in said or "refused" in said) is True, address
-        assert "Error" in inside(env, "print(tried(socket.getaddrinfo, 'pypi.org', 443))")
+        assert "gaierror" in inside(env, "print(tried(net.getaddrinfo, 'pypi.org', 443))")
     finally:
         server.close()
 
@@ -418,15 +419,15 @@ def test_files_of_the_user_are_neither_there_nor_writable(env, data, tmp_path):
     env.reset(task=AppWorld.tasks("train", data)[0], seed=0)
     (tmp_path / "mine").write_text("x")
     for path in (tmp_path / "mine", Path.home() / ".bashrc", ROOT / "README.md", "/etc/passwd", "/proc/self/status", "/work"):
-        assert inside(env, f"print(tried(os.open, {str(path)!r}, 0))").startswith("FileNotFoundError"), path
+        assert inside(env, f"print(tried(px.open, {str(path)!r}, 0))").startswith("FileNotFoundError"), path
     for path in ("/x", "/usr/x", "/dev/x", str(env._world.work / "data" / "x"), str(Path(appworld_setup.home()) / "venv" / "x")):
-        assert "Read-only file system" in inside(env, f"print(tried(os.open, {path!r}, 65))"), path
-    assert "Read-only file system" in inside(env, "print(tried(os.unlink, '/usr/bin/env'))")
-    assert inside(env, "print(tried(os.open, 'tmp/mine', 65))").startswith("done")          # its own folder
+        assert "Read-only file system" in inside(env, f"print(tried(px.open, {path!r}, 65))"), path
+    assert "Read-only file system" in inside(env, "print(tried(px.unlink, '/usr/bin/env'))")
+    assert inside(env, "print(tried(px.open, 'tmp/mine', 65))").startswith("done")          # its own folder
     assert (env._world.work / "tmp" / "mine").exists()
-    for attempt in ("os.chroot, '.'", "os.setuid, 1", "os.mknod, 'tmp/dev', 0o60600, 0", "os.kill, os.getppid() or 2, 9"):
-        assert inside(env, f"print(tried({attempt}))").startswith(("PermissionError", "ProcessLookupError", "done None")) is True, attempt
-    assert "1" in inside(env, "print(os.getpid())")
+    for attempt in ("px.chroot, '.'", "px.setuid, 1", "px.mknod, 'tmp/dev', 0o60600, 0", "px.kill, px.getppid() or 2, 9"):
+        assert inside(env, f"print(tried({attempt}))").startswith(("PermissionError", "ProcessLookupError", "OSError [Errno 22]", "done None")) is True, attempt
+    assert inside(env, "print(px.getpid())") == "1\n" and env._world.alive()
 
 
 @needs_engine
@@ -434,8 +435,8 @@ def test_solutions_and_tests_are_not_there(env, data):
     task = AppWorld.tasks("train", data)[0]
     env.reset(task=task, seed=0)
     folder = env._world.work / "data" / "tasks" / task.replace("/", "_")
-    assert inside(env, f"print(len(os.listdir({str(folder / 'dbs')!r})) > 5, os.listdir({str(folder / 'ground_truth')!r}))") == "True []\n"
-    assert inside(env, f"print(tried(os.listdir, {data!r}))").startswith("FileNotFoundError")
+    assert inside(env, f"print(len(px.listdir({str(folder / 'dbs')!r})) > 5, px.listdir({str(folder / 'ground_truth')!r}))") == "True []\n"
+    assert inside(env, f"print(tried(px.listdir, {data!r}))").startswith("FileNotFoundError")
 
 
 @needs_engine
@@ -456,11 +457,11 @@ def test_nothing_of_our_variables(data, monkeypatch):
     env = AppWorld(data=data)
     try:
         env.reset(task=AppWorld.tasks("train", data)[0], seed=0)
-        said = inside(env, "print(sorted(key.decode() for key in os.environ))")
+        said = inside(env, "print(sorted(key.decode() for key in px.environ))")
         assert "SECRET" not in said and set(ast.literal_eval(said)) <= {
             "APPWORLD_CACHE", "APPWORLD_ROOT", "HOME", "LANG", "OMP_NUM_THREADS", "PATH", "PYTHONDONTWRITEBYTECODE", "PYTHONHASHSEED", "TMPDIR",
             "TZ", "LC_CTYPE"}
-        assert inside(env, "print(os.getcwd())").strip() == str(env._world.work)
+        assert inside(env, "print(px.getcwd())").strip() == str(env._world.work)
     finally:
         env.close()
 
@@ -470,7 +471,7 @@ def test_memory_is_limited(env, data):
     env.reset(task=AppWorld.tasks("train", data)[0], seed=0)
     assert "MemoryError" in env.step(block("x = bytearray(4 << 30)"))[0]
     assert env.step(block("x = bytearray(64 << 20); print(len(x))"))[0] == f"{64 << 20}\n"
-    assert "OSError" in inside(env, "f = os.open('tmp/big', 65)\nprint(tried(os.truncate, f, 1 << 30))")     # and a file's size
+    assert "OSError" in inside(env, "f = px.open('tmp/big', 65)\nprint(tried(px.truncate, f, 1 << 30))")     # and a file's size
 
 
 # --- killed and hanging engines -------------------------------------------------------------------------------------
@@ -512,7 +513,7 @@ def test_a_loop_is_stopped_and_one_that_goes_on_is_killed_with_its_children(env,
     observation = env.step(block("while True:\n    pass"))[0]
     assert "timed out after 2 seconds" in observation and env.step(block("print(2)"))[0] == "2\n"      # the engine's own limit
     name = env._world.name
-    assert inside(env, "if os.fork() == 0:\n    while True: pass").strip() == "Execution successful."
+    assert inside(env, "if px.fork() == 0:\n    while True: pass").strip() == "Execution successful."
     assert len(processes(name)) == 3
     began = time.monotonic()
     with pytest.raises(guard.EnvironmentBroke, match="no answer in time"):
@@ -531,7 +532,7 @@ def test_answers_that_are_none_end_the_episode(env, data):
     env.reset(task=AppWorld.tasks("train", data)[0], seed=0)
     for forged in (b'{"id": 1, "completed": true}', b"[]", b"nonsense", b"\xff" * 10):
         with pytest.raises(guard.EnvironmentBroke, match="EngineDied"):
-            guard.step(env, 60, block(FREE + f"for n in range(3, 30):\n    tried(os.write, n, {forged!r} + b'\\n')"))
+            guard.step(env, 60, block(FREE + f"for n in range(3, 30):\n    tried(px.write, n, {forged!r} + b'\\n')"))
         assert not env._world.alive()
         env.reset(task=AppWorld.tasks("train", data)[0], seed=0)
 
@@ -625,15 +626,15 @@ def test_reflection_shows_code_and_what_failed(env, data):
         observation, reward, _, _, played.info = env.step(text)
         played.turns.append(Turn([], [], text, observation, reward, True, "end"))
     shown = env.reflection(played)
-    right = "> print('b' * 2000)\n" + "b" * 900 + "\n> (no code) hm\n" in shown and "\nfailed: " in shown and "I look" not in shown
-    assert right and shown.startswith("Task of ")
+    holds("> print('b' * 2000)\n" + "b" * 900 + "\n> (no code) hm\n" in shown and "\nfailed: " in shown and "I look" not in shown
+          and shown.startswith("Task of "))
 
 
 @needs_engine
 def test_enrich_shows_an_episode(data, tmp_path):
     done = subprocess.run([sys.executable, "enrich.py", "--env", "appworld", "--env-options", f"data={data}", "--picture",
                            str(tmp_path / "s.png")], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0 and done.stdout.count("turn ") >= 6 and ("Hint: apis." in done.stdout) is True
+    holds(done.returncode == 0 and done.stdout.count("turn ") >= 6 and "Hint: apis." in done.stdout)
 
 
 @needs_engine
