@@ -68,7 +68,8 @@ def run(*command, **variables):
     done = subprocess.run(list(map(str, command)), env=os.environ | variables, text=True, capture_output=True)
     if done.returncode:
         said = (done.stderr.strip() or done.stdout.strip()).splitlines()
-        raise BadInput(f"appworld: {' '.join(map(str, command[:4]))[:200]} failed: {said[-1][:200] if said else done.returncode}")
+        name = " ".join(" ".join(map(str, command)).split()[:5])
+        raise BadInput(f"appworld: {name} failed: {said[-1][:200] if said else done.returncode}")
 
 
 def make_engine():
