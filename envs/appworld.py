@@ -34,7 +34,7 @@ from pathlib import Path
 from envs import BadInput, Env, reference_lines, refuse_unknown
 from envs.action import after_thinking, invalid
 from envs.appworld_engine import Engine, end_idle_judges, judge
-from envs.appworld_setup import checked_data, checked_python
+from envs.appworld_setup import SETUP, checked_data, checked_python
 
 PROMPT = """You do a task for your supervisor, on your own, by writing Python that calls the APIs of apps. Each turn, write one block:
 ```python
@@ -94,7 +94,7 @@ def solution(folder: Path) -> tuple[tuple[str, ...], dict[str, str]]:
         tree, author = (ast.parse((folder / name).read_text(encoding="utf-8")) for name in ("compiled_solution.py", "solution.py"))
         body = next(node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == "solution").body
     except (OSError, ValueError, SyntaxError, StopIteration) as error:
-        raise BadInput(f"appworld: {folder} has no known solution to read ({type(error).__name__}): no gold play and hints on it") from error
+        raise BadInput(f"appworld: {folder} has no known solution to read ({type(error).__name__}), so no gold play or hints") from error
     may_fail = {name_of(call) for call in names_called(author) if any(key.arg == "raise_on_failure" for key in call.keywords)}
     imports = [ast.unparse(node) for node in tree.body if isinstance(node, (ast.Import, ast.ImportFrom))
                and not ast.unparse(node).startswith("from appworld")]
@@ -153,7 +153,8 @@ class AppWorld(Env):
     def reset(self, *, task, seed):
         """Any seed gives the same episode. Raises BadInput for a task that is not there, EngineDied."""
         if task not in self._known:
-            raise BadInput(f"appworld: unknown task {task[:80]!r} with these options: ids look like {next(iter(sorted(self._known)), 'none')}")
+            like = min(self._known, default="none")
+            raise BadInput(f"appworld: unknown task {task[:80]!r} with these options: ids look like {like}")
         self._done, self._name = True, task.replace("/", "_")
         specs = read(self.data, self._name, "specs.json")
         if self._world is None or not self._world.alive():
@@ -189,7 +190,9 @@ class AppWorld(Env):
     def _info(self, valid, success=False, passed=0, needed=1, tests=0, failed=()):
         """`reference`, for reflection alone: the requirements that were not met."""
         info = {"success": success, "valid": valid, "score": 100 * passed / max(needed, 1)}
-        return info | ({"reference": {"passed": f"{tests - len(failed)} of {tests} tests", "failed": "; ".join(failed) or "none"}} if tests else {})
+        if tests:
+            info["reference"] = {"passed": f"{tests - len(failed)} of {tests} tests", "failed": "; ".join(failed) or "none"}
+        return info
 
     def _solution(self):
         return solution(self.data / "tasks" / self._name / "ground_truth")
@@ -237,4 +240,4 @@ def read(data: Path, name: str, file: str) -> dict:
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise BadInput(f"appworld: {path} cannot be read ({type(error).__name__}): remove {data}, then python -m envs.appworld_setup") from error
+        raise BadInput(f"appworld: {path} cannot be read ({type(error).__name__}): remove {data}; {SETUP}") from error

@@ -76,8 +76,8 @@ class Engine:
         worker = Path(__file__).with_name("appworld_worker.py")
         self.lock, self.count, self.rest = threading.Lock(), itertools.count(1), b""
         with open(folder() / f"{self.name}.log", "wb") as log:      # outside of the working folder
-            self.process = subprocess.Popen([str(python), "-s", "-P", str(worker), json.dumps(how)], cwd=self.work, env=variables, stderr=log,
-                                            stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0, start_new_session=True)
+            self.process = subprocess.Popen([str(python), "-s", "-P", str(worker), json.dumps(how)], cwd=self.work, env=variables,
+                                            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, bufsize=0, start_new_session=True)
         _alive.add(self)
         with self.watched():
             hello = self.read(0, time.monotonic() + START)

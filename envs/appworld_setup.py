@@ -41,7 +41,7 @@ def checked_python() -> Path:
         raise BadInput(f"appworld: no engine in {venv}: {SETUP}")
     versions = [path.name.removeprefix("appworld-").removesuffix(".dist-info") for path in found]
     if versions != [VERSION]:
-        raise BadInput(f"appworld: the engine in {venv} is of version {', '.join(versions)}, needed is {VERSION}: remove that folder; {SETUP}")
+        raise BadInput(f"appworld: the engine in {venv} is of version {', '.join(versions)}, needed is {VERSION}: remove it; {SETUP}")
     if not (found[0].parent / "appworld" / "apps" / "spotify" / "apis.py").exists():
         raise BadInput(f"appworld: the engine in {venv} is not unpacked (appworld install): {SETUP}")
     return venv / "bin" / "python"
