@@ -51,6 +51,7 @@ apis.supervisor.complete_task(answer=...)                               ends the
 Lists come in pages (page_index). Friends and family are in the phone app, files in file_system, the date from datetime."""
 NO_CODE = "There was no block of Python: write one, begun by ```python and ended by ```."
 SPLITS = ("train", "valid", "test")
+EPISODES = 200      # of one process: each leaves 1 to 2 MB in it
 
 
 def read_code(text: str) -> str | None:
@@ -157,10 +158,11 @@ class AppWorld(Env):
             raise BadInput(f"appworld: unknown task {task[:80]!r} with these options: ids look like {like}")
         self._done, self._name = True, task.replace("/", "_")
         specs = read(self.data, self._name, "specs.json")
-        if self._world is None or not self._world.alive():
+        if self._world is None or not self._world.alive() or self._played >= EPISODES:
             if self._world is not None:
                 self._world.kill()
-            self._world = Engine("world", self.data, **self.limits, **self.shown)
+            self._world, self._played = Engine("world", self.data, **self.limits, **self.shown), 0
+        self._played += 1
         self._world.ask("load", task=self._name)
         self._made, self._followed, self._changes, self._done = set(), 0, {}, False
         person = specs["supervisor"]

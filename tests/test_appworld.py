@@ -507,6 +507,14 @@ def test_a_killed_engine_ends_its_episode_and_the_next_begins(env, data):
     assert gold(env, first)[1]["success"]
 
 
+@needs_engine
+def test_a_process_is_replaced_after_some_episodes(env, data, monkeypatch):
+    first, old = AppWorld.tasks("train", data)[0], env._world
+    env._played = 200
+    env.reset(task=first, seed=0)
+    assert not old.alive() and env._world.alive() and env._played == 1
+
+
 HANG = """
 while True:
     try:
