@@ -116,7 +116,7 @@ def solution(folder: Path) -> tuple[tuple[str, ...], dict[str, str]]:
 class AppWorld(Env):
     """Options: data (the folder in which `data` lies, see envs/appworld_setup.py), difficulty (1, 2 or 3; 0: all), reward "binary" or
     "score" (the share at the end), characters (of an observation), seconds (of a turn's code), memory_mb (of the engine's address space;
-    it needs 700), jail."""
+    it needs 1,000), jail."""
 
     system_prompt = PROMPT
     max_turns = 30

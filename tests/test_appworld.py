@@ -432,7 +432,6 @@ def test_files_of_the_user_are_neither_there_nor_writable(env, data, tmp_path):
         assert inside(env, f"print(tried(px.open, {str(path)!r}, 0))").startswith("FileNotFoundError"), path
     for path in ("/x", "/usr/x", "/dev/x", str(env._world.work / "data" / "x"), str(Path(appworld_setup.home()) / "venv" / "x")):
         assert "Read-only file system" in inside(env, f"print(tried(px.open, {path!r}, 65))"), path
-    assert "Read-only file system" in inside(env, "print(tried(px.unlink, '/usr/bin/env'))")
     assert inside(env, "print(tried(px.open, 'tmp/mine', 65))").startswith("done")          # its own folder
     assert (env._world.work / "tmp" / "mine").exists()
     for attempt in ("px.chroot, '.'", "px.setuid, 1", "px.mknod, 'tmp/dev', 0o60600, 0", "px.kill, px.getppid() or 2, 9"):
