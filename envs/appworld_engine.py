@@ -4,6 +4,7 @@ A process that does not answer in time, dies or answers nonsense is killed, and 
 next one starts another process. All of them end with this one.
 """
 import atexit
+import contextlib
 import itertools
 import json
 import os
@@ -101,8 +102,16 @@ class Engine:
                 raise EngineDied(f"AppWorld's engine failed: {answer['error']}")
             return answer
 
+    @contextlib.contextmanager
     def watched(self):
-        return _Watched(self)
+        """Whatever goes wrong in the block, a time limit of the caller's too, ends the process: its next answer would be of this request."""
+        try:
+            yield
+        except BaseException as error:
+            self.kill()
+            if isinstance(error, (OSError, ValueError)):
+                raise EngineDied(f"AppWorld's engine cannot be spoken to: {error}") from error
+            raise
 
     def read(self, number, deadline) -> dict:
         pipe = self.process.stdout.fileno()
@@ -153,19 +162,3 @@ def end_idle_judges():
         if not any(engine.role == "world" for engine in _alive):
             while _judges:
                 _judges.popitem()[1].kill()
-
-
-class _Watched:
-    """Whatever goes wrong in the block, a time limit of the caller's too, ends the process: its next answer would be of this request."""
-
-    def __init__(self, engine):
-        self.engine = engine
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, kind, error, _):
-        if kind is not None:
-            self.engine.kill()
-        if kind is not None and issubclass(kind, (OSError, ValueError)):
-            raise EngineDied(f"AppWorld's engine cannot be spoken to: {error}") from error
